@@ -1,0 +1,125 @@
+"""The command line. `draftsmith --help` lists the commands; any config key can be set: `--train.lr
+3e-4`.
+
+Exit codes: 0 good, 1 failed or a fault found, 2 wrong use, 3 stalled, 4 stopped.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftsmith import __version__
+from draftsmith.core import FaultFound, Stopped, UserError
+
+GOOD, FAILED, WRONG_USE, STALLED, STOPPED = range(5)
+STAGES = {
+    "prepare": "read conversations, drop duplicates, split by prompt",
+    "regenerate": "replace answers by the target's own",
+    "tokenize": "chat template and loss mask",
+    "extract": "the target's states at the taps, into the store",
+    "train": "train the drafter",
+    "evaluate": "measure acceptance on held-out prompts",
+    "export": "write the checkpoint that vLLM and SGLang load",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; its exit code."""
+    args = sys.argv[1:] if argv is None else argv
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        return _dispatch(args)
+    except UserError as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        return WRONG_USE
+    except FaultFound as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        return FAILED
+    except Stopped as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        return STOPPED
+
+
+def _dispatch(args: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="draftsmith", description="Make and prove a DFlash drafter for a language model."
+    )
+    parser.add_argument("--version", action="version", version=f"draftsmith {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo", help="the whole pipeline on the built-in tiny hybrid, on a CPU, in minutes"
+    )
+    demo.add_argument("--run", default="runs/demo", help="the run's folder (default: runs/demo)")
+    for name, text in {"run": "all stages, finished ones skipped", **STAGES}.items():
+        stage = commands.add_parser(name, help=text, add_help=False)
+        stage.add_argument("config", nargs="?", help="YAML configuration")
+        stage.add_argument("-h", "--help", action="store_true")
+    status = commands.add_parser("status", help="one line: state, stage, progress, ETA")
+    status.add_argument("run", type=Path, help="the run's folder")
+    status.add_argument("--json", action="store_true", help="state.json, as it holds now")
+    known, rest = parser.parse_known_args(args)
+    if known.command == "status":
+        _no_more(parser, rest)
+        return _status(known.run, known.json)
+    if known.command == "demo":
+        from draftsmith import demo as demo_module
+
+        return demo_module.run(known.run, _overrides(rest))
+    if known.help or known.config is None:
+        return _config_help(known.command, asked=known.help)
+    from draftsmith import config, pipeline
+
+    cfg = config.load(Path(known.config), _overrides(rest))
+    pipeline.run(cfg, None if known.command == "run" else [known.command])
+    return GOOD
+
+
+def _no_more(parser: argparse.ArgumentParser, rest: list[str]) -> None:
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+
+
+def _overrides(args: list[str]) -> dict[str, Any]:
+    """--a.b VALUE or --a.b=VALUE -> {"a.b": value}; values are YAML."""
+    out: dict[str, Any] = {}
+    rest = list(args)
+    while rest:
+        key, equals, value = rest.pop(0).partition("=")
+        if not key.startswith("--") or (not equals and not rest):
+            raise UserError(
+                where="command line",
+                found=repr(key),
+                expected="--section.key VALUE",
+                remedy="`draftsmith COMMAND --help` lists the keys.",
+            )
+        out[key[2:]] = yaml.safe_load(value if equals else rest.pop(0))
+    return out
+
+
+def _config_help(command: str, *, asked: bool) -> int:
+    import tyro
+
+    from draftsmith.config import RunConfig
+
+    print(
+        f"usage: draftsmith {command} CONFIG [--section.key VALUE ...]\n\nKeys of the configuration:"
+    )
+    print(tyro.extras.get_parser(RunConfig).format_help().partition("\n\n")[2])
+    return GOOD if asked else WRONG_USE
+
+
+def _status(root: Path, as_json: bool) -> int:
+    from draftsmith.monitor import state
+
+    now = state.read(root)
+    print(json.dumps(now, indent=1) if as_json else state.line(now))
+    return {"FAILED": FAILED, "STALLED": STALLED, "STOPPED": STOPPED}.get(now["state"], GOOD)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

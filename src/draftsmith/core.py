@@ -1,0 +1,82 @@
+"""The shared nouns: what a conversation, a sample, a row plan and an error are. Imports nothing of
+draftsmith.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Split = Literal["train", "held_out"]
+
+
+class UserError(Exception):
+    """A mistake the user can mend. The command prints the message alone and exits 2."""
+
+    def __init__(self, *, where: str, found: str, expected: str, remedy: str) -> None:
+        super().__init__(f"{where}: found {found}; expected {expected}. {remedy}")
+
+
+class FaultFound(Exception):
+    """The work was done and showed a fault (for example a text that must be identical and is not).
+    Exit 1.
+    """
+
+
+class Stopped(Exception):
+    """SIGTERM or Ctrl-C, turned into normal unwinding. Exit 4."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation. `messages` are OpenAI-style dicts; the last one is the user's when an
+    answer is to be made.
+    """
+
+    sample_id: int
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    source: str = ""
+    split: Split = "train"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The target's own answer to a conversation, as token ids; nothing is ever tokenized again."""
+
+    sample_id: int
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    stop_reason: Literal["eos", "length", "loop"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One tokenized conversation: `input_ids` and `loss_mask` of equal length; 1 marks what the
+    target generates.
+    """
+
+    sample_id: int
+    input_ids: list[int]
+    loss_mask: list[int]
+    source: str = ""
+    split: Split = "train"
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Which samples share a batch: `rows[r]` lists positions into the planned lengths, longest
+    first.
+    """
+
+    rows: list[list[int]]
+    num_tokens: int
+    padded_tokens: int
+
+
+@dataclass
+class StageResult:
+    """What a stage leaves: its folder, whether it was already complete, and numbers worth a line."""
+
+    stage: str
+    path: str
+    skipped: bool = False
+    summary: dict[str, Any] = field(default_factory=dict)

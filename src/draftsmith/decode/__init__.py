@@ -1,0 +1,3 @@
+"""Decoding: autoregressive and speculative loops whose caches roll back exactly, on pure attention
+and on hybrids.
+"""

@@ -1,0 +1,89 @@
+"""The loop: propose, verify, emit what the target agrees with plus its own next token, commit.
+Greedy, one prompt.
+
+The text is the target's own greedy text whatever the proposer says; only the number of target calls
+changes. (z-lab/dflash dflash/model.py, dflash_generate; docs/hybrids.md says why theirs is not
+exact on hybrids.)
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from draftsmith.decode.ends import AnswerEnd, StopReason
+from draftsmith.decode.propose import Proposer
+from draftsmith.decode.session import TargetSession
+
+
+@dataclass
+class Trace:
+    """One answer and how it came about. `emitted[r]` tokens came from round r (accepted drafts + 1,
+    or fewer when the answer ended inside it); the prefill's token belongs to no round.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    stop_reason: StopReason = "length"
+    emitted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    decode_s: float = 0.0
+    features: list[Tensor] = field(default_factory=list)
+
+
+def speculate(
+    session: TargetSession,
+    prompt_ids: list[int],
+    proposer: Proposer,
+    end: AnswerEnd,
+    *,
+    record: bool = False,
+) -> Trace:
+    """Decode until `end` says so. With `record`, the trace also has the committed text's
+    features [*, taps, H] and the top-2 logit gap of every token."""
+    trace = Trace()
+    logits, features = session.prefill(prompt_ids)
+    proposer.extend(prompt_ids, features)
+    if record:
+        trace.features.append(features)
+        trace.gaps += _gaps(logits[None])
+    anchor = int(logits.argmax())
+    reason = end.push(anchor)
+    begun = time.perf_counter()
+    while reason is None:
+        drafts = proposer.propose(anchor)
+        block = [anchor, *drafts]
+        logits, features = session.verify(block)
+        choices = logits.argmax(-1).tolist()
+        accepted = _leading_matches(drafts, choices)
+        session.commit(accepted + 1)
+        proposer.extend(block[: accepted + 1], features[: accepted + 1])
+        if record:
+            trace.features.append(features[: accepted + 1])
+            trace.gaps += _gaps(logits[: accepted + 1])
+        count = 0
+        for token in choices[: accepted + 1]:  # an accepted draft is the target's choice
+            reason = end.push(token)
+            count += 1
+            if reason is not None:
+                break
+        trace.emitted.append(count)
+        trace.accepted.append(min(accepted, count))
+        trace.drafted.append(len(drafts))
+        anchor = choices[accepted]
+    trace.decode_s = time.perf_counter() - begun
+    trace.tokens, trace.stop_reason = end.tokens, reason
+    return trace
+
+
+def _leading_matches(drafts: list[int], choices: list[int]) -> int:
+    for i, (draft, choice) in enumerate(zip(drafts, choices, strict=False)):
+        if draft != choice:
+            return i
+    return len(drafts)
+
+
+def _gaps(logits_TV: Tensor) -> list[float]:
+    top = logits_TV.topk(2).values
+    return (top[:, 0] - top[:, 1]).tolist()

@@ -1,0 +1,255 @@
+"""The evaluate stage: what the drafter is worth on held-out prompts, in the real loop, beside
+baselines and controls.
+
+ar: one token a call. lookup: prompt lookup. chain: the trained drafter. Controls: untrained (the
+same network before training) and shuffled (the trained one fed another sample's features); a
+drafter that does not beat both has learnt nothing from the features. All methods run the same loop
+and end answers by the same rule.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import draftsmith.tokenize as tokenize_stage
+from draftsmith import extract, files, report, train
+from draftsmith import manifest as manifests
+from draftsmith.config import RunConfig
+from draftsmith.core import FaultFound, Sample, StageResult, UserError
+from draftsmith.decode.ends import AnswerEnd
+from draftsmith.decode.propose import DraftProposer, LookupProposer, NoProposer, Proposer
+from draftsmith.decode.session import TargetSession
+from draftsmith.decode.speculate import Trace, speculate
+from draftsmith.drafter.checkpoint import load_drafter, read_shape
+from draftsmith.drafter.model import DFlash
+from draftsmith.metrics import summarize
+from draftsmith.monitor.state import StageReport, stage_report
+from draftsmith.target.load import eos_ids, inspect_target, load_target, load_tokenizer, unembed
+
+DRAFTED = ("chain", "untrained", "shuffled")
+EXAMPLES = 3  # texts shown in the report
+
+
+def folder(cfg: RunConfig) -> Path:
+    """Where the report goes."""
+    return cfg.root / "eval"
+
+
+def run(cfg: RunConfig) -> StageResult:
+    """Measure every method on every suite; write report.json and report.html. FaultFound when
+    greedy text differs.
+    """
+    out = folder(cfg)
+    tokens = manifests.required(tokenize_stage.folder(cfg), "tokenize")
+    trained = manifests.required(train.folder(cfg), "train")
+    with stage_report(cfg.root, "evaluate") as stage:
+        info, tokenizer = inspect_target(cfg.target), load_tokenizer(cfg.target)
+        inputs = {
+            **extract.identity(info, trained["inputs"]["drafter"]["taps"], tokenizer),
+            "drafter": trained["digest"],
+            "tokens": tokens["digest"],
+            "seed": cfg.seed,
+            **cfg.evaluate.model_dump(exclude={"tree_budget"}),
+        }
+        manifest = manifests.begin(out, "eval/1", inputs, remake=True)
+        if manifest["complete"]:
+            return StageResult("evaluate", str(out), skipped=True, summary=manifest["counts"])
+        prompts = held_out_prompts(cfg, tokens)
+        dtype = (
+            torch.float32 if cfg.evaluate.dtype == "float32" else getattr(torch, cfg.target.dtype)
+        )
+        target = load_target(cfg.target, dtype=dtype)
+        eos = eos_ids(target.config, tokenizer, cfg.target)
+        stage.working(len(prompts) * len(cfg.evaluate.methods), "answers")
+        traces = measure(cfg, target, last_checkpoint(cfg), prompts, eos, stage)
+        result = _report(cfg, info.identity(), prompts, traces, tokenizer, trained, dtype)
+        files.write_json(out / "report.json", result)
+        losses = report.read_losses(cfg.root)
+        files.write_atomic(
+            out / "report.html", lambda path: path.write_text(report.render_html(result, losses))
+        )
+        entries = {
+            name: {"sha256": files.file_digest(out / name), "bytes": (out / name).stat().st_size}
+            for name in ("report.json", "report.html")
+        }
+        methods = result["suites"][0]["methods"]
+        manifest = manifests.finish(
+            out, manifest, entries, {f"tau_{name}": m["tau_pooled"] for name, m in methods.items()}
+        )
+    print(report.table(result))
+    print(f"report: {out / 'report.html'}")
+    _refuse_mismatches(methods, dtype, out)
+    return StageResult("evaluate", str(out), summary=manifest["counts"])
+
+
+def last_checkpoint(cfg: RunConfig) -> Path:
+    """The newest checkpoint of the run."""
+    found = train.checkpoints(train.folder(cfg))
+    if not found:
+        raise UserError(
+            where=str(train.folder(cfg)),
+            found="no checkpoint",
+            expected="a trained drafter",
+            remedy="Run `draftsmith train CONFIG` first.",
+        )
+    return found[-1]
+
+
+def held_out_prompts(cfg: RunConfig, tokens: dict[str, Any]) -> list[Sample]:
+    """At most `evaluate.max_prompts` held-out samples, by their order in the data, which is no
+    order at all for a hash split.
+    """
+    samples = tokenize_stage.read_samples(cfg, tokens, "held_out")
+    if not samples:
+        raise UserError(
+            where="evaluate.suites",
+            found="no held-out prompt with an answer",
+            expected="at least one",
+            remedy="Raise prepare.held_out.",
+        )
+    return sorted(samples, key=lambda s: s.sample_id)[: cfg.evaluate.max_prompts]
+
+
+def prompt_of(sample: Sample) -> list[int]:
+    """The tokens before the supervised answer."""
+    return sample.input_ids[: sample.loss_mask.index(1)]
+
+
+def measure(
+    cfg: RunConfig,
+    target: PreTrainedModel,
+    checkpoint: Path,
+    prompts: list[Sample],
+    eos: list[int],
+    stage: StageReport | None = None,
+) -> dict[str, list[Trace]]:
+    """Every method's trace of every prompt. Methods take turns prompt by prompt, so that machine
+    noise hits all alike.
+    """
+    drafters = _drafters(cfg, target, checkpoint)
+    block_size = read_shape(checkpoint).block_size
+    taps = list(read_shape(checkpoint).taps)
+    traces: dict[str, list[Trace]] = {method: [] for method in cfg.evaluate.methods}
+
+    def decode(method: str, sample: Sample, proposer: Proposer) -> Trace:
+        end = AnswerEnd(
+            eos_ids=eos,
+            max_new_tokens=cfg.evaluate.max_new_tokens,
+            loop_ngram=cfg.evaluate.loop_ngram,
+        )
+        drafted = method in DRAFTED
+        session = TargetSession(target, taps if drafted or method == "ar" else [])
+        return speculate(session, prompt_of(sample), proposer, end, record=method == "ar")
+
+    decode("ar", prompts[0], NoProposer())  # warm up
+    done = 0
+    for i, sample in enumerate(prompts):
+        traces["ar"].append(decode("ar", sample, NoProposer()))
+        other = prompts[(i + 1) % len(prompts)]
+        for method in cfg.evaluate.methods:
+            if method == "lookup":
+                traces[method].append(decode(method, sample, LookupProposer(block_size - 1)))
+            elif method == "shuffled":
+                features = features_of(target, taps, other)
+                traces[method].append(
+                    decode(method, sample, DraftProposer(drafters["chain"], features))
+                )
+            elif method in DRAFTED:
+                traces[method].append(decode(method, sample, DraftProposer(drafters[method])))
+        traces["ar"][-1].features.clear()
+        done += len(traces)
+        if stage:
+            shown = {f"tau_{m}": _running_tau(traces[m]) for m in cfg.evaluate.methods if m != "ar"}
+            stage.progress(done, **shown)
+    return traces
+
+
+@torch.inference_mode()
+def features_of(target: PreTrainedModel, taps: list[int], sample: Sample) -> Tensor:
+    """Features [n, taps, H] of a whole sample, its answer included."""
+    _, features = TargetSession(target, taps).prefill(sample.input_ids)
+    return features
+
+
+def _running_tau(traces: list[Trace]) -> float:
+    return sum(sum(t.emitted) for t in traces) / max(1, sum(len(t.emitted) for t in traces))
+
+
+def _drafters(cfg: RunConfig, target: PreTrainedModel, checkpoint: Path) -> dict[str, DFlash]:
+    """The trained drafter with the weights an export holds (bf16 values), and its untrained twin."""
+    shared = unembed(target)
+    options: dict[str, Any] = {"dtype": shared[0].dtype, "device": target.device}
+    trained = load_drafter(checkpoint, round_to=torch.bfloat16, **options).share(*shared)
+    twin = (
+        DFlash(trained.shape)
+        .init_weights(cfg.seed)
+        .to(**options)
+        .eval()
+        .requires_grad_(False)
+        .share(*shared)
+    )
+    return {"chain": trained, "untrained": twin}
+
+
+def _report(
+    cfg: RunConfig,
+    target: dict[str, Any],
+    prompts: list[Sample],
+    traces: dict[str, list[Trace]],
+    tokenizer: Any,
+    trained: dict[str, Any],
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    shape = trained["inputs"]["drafter"]
+    methods = {
+        name: summarize(mine, traces["ar"], shape["block_size"]) for name, mine in traces.items()
+    }
+    examples = [
+        {
+            "prompt": tokenizer.decode(prompt_of(prompts[i])),
+            "answer": tokenizer.decode(traces["ar"][i].tokens),
+        }
+        for i in range(min(EXAMPLES, len(prompts)))
+    ]
+    return {
+        "format": "report/1",
+        "run": cfg.run,
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "target": target,
+        "drafter": {
+            **{
+                k: shape[k]
+                for k in ("num_layers", "hidden_size", "block_size", "taps", "layer_types")
+            },
+            "steps": trained["counts"]["steps"],
+        },
+        "settings": {
+            **cfg.evaluate.model_dump(exclude={"tree_budget"}),
+            "compute_dtype": str(dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "device": str(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"),
+        },
+        "suites": [
+            {
+                "name": "held_out",
+                "num_prompts": len(prompts),
+                "methods": methods,
+                "examples": examples,
+            }
+        ],
+    }
+
+
+def _refuse_mismatches(methods: dict[str, Any], dtype: torch.dtype, out: Path) -> None:
+    """In fp32 a text may differ only at a near tie. In bf16 blocks and single tokens round
+    differently: reported, not refused.
+    """
+    wrong = {name: m["mismatches"] for name, m in methods.items() if m["mismatches"]}
+    if wrong and dtype == torch.float32:
+        raise FaultFound(
+            f"speculative text differs from autoregressive text beyond near ties: {wrong}; see {out / 'report.json'}"
+        )

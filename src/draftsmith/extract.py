@@ -1,0 +1,223 @@
+"""The extract stage: the frozen target reads every sample once; its states at the taps go to the
+feature store.
+
+Hooks on the taps of the text model, which is cut after the last tap; length-bucketed right-padded
+batches without a mask (causal layers never look right, so real tokens are exact; padding is never
+stored). A shard is a whole number of rows of the row plan, so a run that was killed goes on with
+the missing shards and leaves the same bytes.
+"""
+
+import math
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import draftsmith.tokenize as tokenize_stage
+from draftsmith import manifest as manifests
+from draftsmith.config import RunConfig
+from draftsmith.core import RowPlan, Sample, StageResult, UserError
+from draftsmith.monitor.state import StageReport, stage_report
+from draftsmith.store.shards import KIND, SampleFeatures, shard_entry, shard_name, write_shard
+from draftsmith.target.load import (
+    TargetInfo,
+    cut_after,
+    inspect_target,
+    load_target,
+    load_tokenizer,
+    text_decoder,
+    tokenizer_digest,
+)
+from draftsmith.target.rows import plan_rows
+from draftsmith.target.taps import capture, decoder_layers, resolve_taps, stack_taps
+
+PAD_ID = 0  # any row of the embedding: nothing real ever sees it
+
+
+def run(cfg: RunConfig) -> StageResult:
+    """Extract features of both splits into the store."""
+    tokens = manifests.required(tokenize_stage.folder(cfg), "tokenize")
+    with stage_report(cfg.root, "extract") as report:
+        info = inspect_target(cfg.target)
+        taps = resolve_taps(cfg.features, info.num_layers)
+        manifest = manifests.begin(cfg.store, KIND, _inputs(cfg, info, taps, tokens), remake=False)
+        if manifest["complete"]:
+            return StageResult("extract", str(cfg.store), skipped=True, summary=manifest["counts"])
+        samples = tokenize_stage.read_samples(cfg, tokens)
+        plan = plan_rows(
+            [len(s.input_ids) for s in samples],
+            tokens_per_batch=cfg.extract.tokens_per_batch,
+            seed=cfg.seed,
+        )
+        shards = plan_shards(
+            plan, samples, token_bytes(cfg, info, len(taps)), cfg.extract.shard_bytes
+        )
+        missing = [i for i in range(len(shards)) if not (cfg.store / shard_name(i)).exists()]
+        _check_disk(cfg, info, taps, shards, samples, missing)
+        finished = sum(
+            _num_tokens(shards[i], samples) for i in range(len(shards)) if i not in missing
+        )
+        report.working(plan.num_tokens, "tokens", done=finished)
+        if missing:
+            _extract(cfg, taps, samples, shards, missing, report)
+        entries = {
+            shard_name(i): shard_entry(cfg.store / shard_name(i)) for i in range(len(shards))
+        }
+        counts = {
+            "samples": len(samples),
+            "tokens": plan.num_tokens,
+            "shards": len(shards),
+            "fill": round(plan.num_tokens / plan.padded_tokens, 4),
+        }
+        manifest = manifests.finish(cfg.store, manifest, entries, counts)
+    return StageResult("extract", str(cfg.store), summary=manifest["counts"])
+
+
+def identity(info: TargetInfo, taps: list[int], tokenizer: Any) -> dict[str, Any]:
+    """What a store must share with whoever reads it."""
+    return {"target": info.identity(), "taps": taps, "tokenizer": tokenizer_digest(tokenizer)}
+
+
+def _inputs(
+    cfg: RunConfig, info: TargetInfo, taps: list[int], tokens: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        **identity(info, taps, load_tokenizer(cfg.target)),
+        "tokens": tokens["digest"],
+        "convention": "tap i = raw output of 0-based decoder layer i = HF hidden_states[i+1]",
+        "final": cfg.features.final,
+        "dtype": cfg.features.dtype,
+        "compute_dtype": cfg.target.dtype,
+        "codec": cfg.extract.codec,
+        "engine": "transformers, right-padded batches",
+        "tokens_per_batch": cfg.extract.tokens_per_batch,
+        "shard_bytes": cfg.extract.shard_bytes,
+        "seed": cfg.seed,
+    }
+
+
+def token_bytes(cfg: RunConfig, info: TargetInfo, num_taps: int) -> int:
+    """Bytes that one token takes in the store."""
+    width = getattr(torch, cfg.features.dtype).itemsize
+    states = num_taps + (cfg.features.final == "state")
+    return states * info.hidden_size * width + 5 + 4 * (cfg.features.final == "argmax")
+
+
+def plan_shards(
+    plan: RowPlan, samples: list[Sample], bytes_per_token: int, shard_bytes: int
+) -> list[list[list[int]]]:
+    """Group the plan's rows into shards: closed once they hold `shard_bytes`."""
+    shards: list[list[list[int]]] = [[]]
+    size = 0
+    for row in plan.rows:
+        if size >= shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(row)
+        size += sum(len(samples[i].input_ids) for i in row) * bytes_per_token
+    return shards
+
+
+def _num_tokens(shard: list[list[int]], samples: list[Sample]) -> int:
+    return sum(len(samples[i].input_ids) for row in shard for i in row)
+
+
+def _check_disk(
+    cfg: RunConfig,
+    info: TargetInfo,
+    taps: list[int],
+    shards: list,
+    samples: list[Sample],
+    missing: list[int],
+) -> None:
+    need = sum(_num_tokens(shards[i], samples) for i in missing) * token_bytes(cfg, info, len(taps))
+    free = shutil.disk_usage(cfg.store).free
+    if need > free:
+        raise UserError(
+            where=str(cfg.store),
+            found=f"{free / 1e9:.3f} GB free",
+            expected=f"{need / 1e9:.3f} GB for the features",
+            remedy="Use fewer samples or taps, features.dtype: bfloat16, or a larger disk.",
+        )
+
+
+def _extract(
+    cfg: RunConfig,
+    taps: list[int],
+    samples: list[Sample],
+    shards: list,
+    missing: list[int],
+    report: StageReport,
+) -> None:
+    model = load_target(cfg.target)
+    forward = StatesForward(model, taps, cfg.features.final, getattr(torch, cfg.features.dtype))
+    done = report.state["done"]
+    for index in missing:
+        out: list[SampleFeatures] = []
+        for row in shards[index]:
+            for features in forward([samples[i] for i in row]):
+                _check_states(features, taps)
+                out.append(features)
+            done += sum(len(samples[i].input_ids) for i in row)
+            report.progress(done)
+        write_shard(cfg.store / shard_name(index), out)
+        report.event("shard", name=shard_name(index))
+
+
+class StatesForward:
+    """The cut target on one row of samples."""
+
+    def __init__(
+        self, model: PreTrainedModel, taps: list[int], final: str, dtype: torch.dtype
+    ) -> None:
+        self.model, self.taps, self.final, self.dtype = model, taps, final, dtype
+        self.decoder: nn.Module = text_decoder(model)
+        self.last = len(decoder_layers(self.decoder, "target.model")) - 1
+        if final == "none":
+            cut_after(self.decoder, taps[-1] + 1)
+
+    @torch.inference_mode()
+    def __call__(self, row: list[Sample]) -> Iterator[SampleFeatures]:
+        """Features of each sample of the row, on the CPU, without padding."""
+        width = max(len(s.input_ids) for s in row)
+        ids = torch.full((len(row), width), PAD_ID)
+        for i, sample in enumerate(row):
+            ids[i, : len(sample.input_ids)] = torch.tensor(sample.input_ids)
+        layers = self.taps + ([self.last] if self.final == "state" else [])
+        with capture(self.decoder, layers) as seen:
+            out = self.decoder(input_ids=ids.to(self.model.device), use_cache=False)
+        hidden = stack_taps(seen, self.taps).to("cpu", self.dtype)
+        extra = self._extra(seen, out.last_hidden_state)
+        for i, sample in enumerate(row):
+            n = len(sample.input_ids)
+            yield SampleFeatures(
+                sample, hidden[i, :n].clone(), {name: t[i, :n].clone() for name, t in extra.items()}
+            )
+
+    def _extra(self, seen: dict[int, Tensor], normed: Tensor) -> dict[str, Tensor]:
+        if self.final == "state":
+            return {"final": seen[self.last].to("cpu", self.dtype)}
+        if self.final == "argmax":
+            head = self.model.get_output_embeddings()
+            assert head is not None, "a causal LM has output embeddings"
+            rows = [
+                head(row).argmax(-1) for row in normed
+            ]  # a row at a time: logits are vocabulary-wide
+            return {"argmax": torch.stack(rows).to("cpu", torch.int32)}
+        return {}
+
+
+def _check_states(features: SampleFeatures, taps: list[int]) -> None:
+    """NaN, infinite or all-zero states train a drafter that is never accepted: stop and name them."""
+    peaks = features.hidden.float().abs().amax(dim=(0, 2)).tolist()
+    for tap, peak in zip(taps, peaks, strict=True):
+        if peak == 0 or not math.isfinite(peak):
+            raise UserError(
+                where=f"sample {features.sample.sample_id}, tap {tap}",
+                found="all-zero states" if peak == 0 else "states that are NaN or infinite",
+                expected="finite, non-zero states",
+                remedy="Check the weights and target.dtype.",
+            )

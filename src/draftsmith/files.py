@@ -1,0 +1,89 @@
+"""Atomic files and digests: what exists is whole, and what it was made from is written beside it."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from draftsmith.core import UserError
+
+
+def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
+    """Call `write` with a temporary name in the same folder, sync, rename. A full disk is a
+    UserError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with disk_errors(path):
+            write(temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """JSON, written aside and renamed."""
+    write_atomic(path, lambda temporary: temporary.write_text(json.dumps(data, indent=1) + "\n"))
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder that appears under `path` only when the block ends well."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        with disk_errors(path):
+            yield temporary
+            os.replace(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn 'no space left', however the library words it, into one message with numbers."""
+    try:
+        yield
+    except Exception as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or "No space left on device" in str(error):
+            free = shutil.disk_usage(path.parent if path.parent.exists() else Path(".")).free
+            raise UserError(
+                where=str(path),
+                found=f"a full disk ({free / 1e9:.3f} GB free)",
+                expected="room for this file",
+                remedy="Free space or point the run at a larger disk; finished files are kept, and the same "
+                "command goes on from them.",
+            ) from error
+        raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what a killed writer left aside in `folder` (names that begin with a dot and end with
+    .tmp).
+    """
+    for path in folder.glob(".*.tmp"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest(data: Any) -> str:
+    """SHA-256 of plain data as canonical JSON."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,122 @@
+"""manifest.json of a stage's output folder: what it was made from, what it holds, and whether it is
+complete.
+
+A stage whose manifest is complete and whose inputs are unchanged is skipped. Changed inputs: a
+cheap stage is made again; the output of an expensive one (answers, features, checkpoints) is never
+thrown away, the run is refused instead.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from draftsmith.core import UserError
+from draftsmith.files import digest, remove_leftovers, write_json
+
+NAME = "manifest.json"
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """The folder's manifest, or None when there is none."""
+    path = folder / NAME
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(
+            where=str(path),
+            found=f"broken JSON ({error})",
+            expected="a manifest",
+            remedy="Delete the folder and run the stage again.",
+        ) from None
+
+
+def begin(folder: Path, kind: str, inputs: dict[str, Any], *, remake: bool) -> dict[str, Any]:
+    """Open an output folder for these inputs: its manifest, complete (skip the stage) or not (go on
+    from its files).
+
+    Raises UserError when the folder holds another input's work and `remake` is False, naming what
+    differs.
+    """
+    inputs = json.loads(json.dumps(inputs))
+    manifest = read(folder)
+    if (
+        manifest is None
+        and folder.exists()
+        and any(not p.name.startswith(".") for p in folder.iterdir())
+    ):
+        raise UserError(
+            where=str(folder),
+            found="files without a manifest",
+            expected="an empty folder or a stage's output",
+            remedy="Move them away.",
+        )
+    if manifest is not None and (manifest["kind"] != kind or manifest["inputs"] != inputs):
+        if not remake:
+            changes = (
+                "; ".join(differences(manifest["inputs"], inputs))
+                or f"kind {manifest['kind']}, not {kind}"
+            )
+            raise UserError(
+                where=str(folder),
+                found=f"work made for other inputs ({changes})",
+                expected="output of this configuration",
+                remedy=f"Restore the configuration, use another `run:`, or delete {folder} to make it again.",
+            )
+        shutil.rmtree(folder)
+        manifest = None
+    if manifest is None:
+        manifest = {"kind": kind, "complete": False, "inputs": inputs, "files": {}, "counts": {}}
+        write_json(folder / NAME, manifest)
+    elif manifest["complete"]:
+        manifest["complete"] = all(
+            (folder / name).exists() and (folder / name).stat().st_size == entry["bytes"]
+            for name, entry in manifest["files"].items()
+        )
+    remove_leftovers(folder)
+    return manifest
+
+
+def finish(
+    folder: Path, manifest: dict[str, Any], files: dict[str, dict[str, Any]], counts: dict[str, Any]
+) -> dict[str, Any]:
+    """Mark the output complete; `files` maps names to at least {"sha256", "bytes"}."""
+    done = {
+        **manifest,
+        "complete": True,
+        "files": files,
+        "counts": counts,
+        "digest": digest([[name, entry["sha256"]] for name, entry in sorted(files.items())]),
+    }
+    write_json(folder / NAME, done)
+    return done
+
+
+def required(folder: Path, stage: str) -> dict[str, Any]:
+    """The complete manifest a later stage stands on."""
+    manifest = read(folder)
+    if manifest is None or not manifest["complete"]:
+        raise UserError(
+            where=str(folder),
+            found="no complete output" if manifest is None else "an unfinished output",
+            expected=f"what `draftsmith {stage}` writes",
+            remedy=f"Run `draftsmith {stage} CONFIG` first.",
+        )
+    return manifest
+
+
+def differences(old: Any, new: Any, key: str = "") -> list[str]:
+    """Dotted keys whose values differ, with both."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        out = []
+        for name in sorted({*old, *new}):
+            out += differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+        return out
+    return [] if old == new else [f"{key} was {_short(old)}, is now {_short(new)}"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,281 @@
+"""state.json (where the run stands now) and events.jsonl (what happened). Written by stages, read
+by everyone else.
+
+Reading: `draftsmith status RUN`, or any program; state.json is replaced atomically and is always
+whole.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from draftsmith.core import Stopped, UserError
+from draftsmith.files import write_json
+
+WORKING = {
+    "prepare": "PREPARING",
+    "regenerate": "REGENERATING",
+    "tokenize": "TOKENIZING",
+    "extract": "EXTRACTING",
+    "train": "TRAINING",
+    "evaluate": "EVALUATING",
+    "export": "EXPORTING",
+}
+HEARTBEAT_S = 2.0
+more_stages: ContextVar[bool] = ContextVar("more_stages", default=False)
+"""Set by the pipeline: a finished stage is then followed by another and the run is QUEUED, not
+DONE.
+"""
+
+
+class StageReport:
+    """A stage's voice: progress into state.json (at most every 0.5 s), events into events.jsonl, a
+    line to the terminal.
+    """
+
+    def __init__(self, root: Path, stage: str) -> None:
+        now = time.time()
+        self.root, self.stage = root, stage
+        self._lock = threading.Lock()
+        self._printed = self._written = 0.0
+        self._first: tuple[float, int] | None = None
+        self.state: dict[str, Any] = {
+            "run": str(root),
+            "stage": stage,
+            "state": "LOADING",
+            "done": 0,
+            "total": None,
+            "unit": "",
+            "rate": None,
+            "eta_s": None,
+            "started_at": now,
+            "heartbeat_at": now,
+            "progress_at": now,
+            "workers": [{"pid": os.getpid(), "host": socket.gethostname(), "role": "main"}],
+            "gpus": [],
+            "last": {},
+            "failure": None,
+        }
+
+    def working(self, total: int | None, unit: str, done: int = 0) -> None:
+        """Loading is over; `done` of `total` `unit` were found finished."""
+        self._first = (time.time(), done)
+        self.state.update(
+            state=WORKING[self.stage], total=total, unit=unit, done=done, progress_at=time.time()
+        )
+        self.event("working", total=total, unit=unit, done=done)
+        self._write()
+
+    def progress(self, done: int, **last: Any) -> None:
+        """`done` units are finished in all; `last` are numbers worth seeing (loss, tau ...)."""
+        assert self._first is not None, "progress() comes after working()"
+        now = time.time()
+        begun, before = self._first
+        rate = (done - before) / max(now - begun, 1e-9)
+        total = self.state["total"]
+        eta = (total - done) / rate if total is not None and rate > 0 else None
+        with self._lock:
+            self.state.update(done=done, rate=rate, eta_s=eta, progress_at=now)
+            self.state["last"].update(last)
+        if now - self._written > 0.5:
+            self._write()
+        if now - self._printed > 10 or done == total:
+            self._printed = now
+            print(line(self.state), flush=True)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """One line of events.jsonl."""
+        record = {"at": round(time.time(), 3), "stage": self.stage, "kind": kind, **fields}
+        with open(self.root / "events.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def end(self, state: str, failure: dict[str, Any] | None = None) -> None:
+        """DONE, FAILED or STOPPED."""
+        self.state.update(state=state, failure=failure)
+        self.event(state.lower(), **(failure or {}))
+        self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            self._written = time.time()
+            self.state.update(heartbeat_at=self._written, gpus=_gpus())
+            write_json(self.root / "state.json", self.state)
+
+    def beat(self, stop: threading.Event) -> None:
+        """Keep heartbeat_at fresh while the process lives; progress_at tells whether it advances."""
+        while not stop.wait(HEARTBEAT_S):
+            with contextlib.suppress(UserError, OSError):  # a full disk is the stage's to report
+                self._write()
+
+
+@contextlib.contextmanager
+def stage_report(root: Path, stage: str) -> Iterator[StageReport]:
+    """Run a stage's body under a lock on the folder; record how it ended; turn SIGTERM into
+    unwinding.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root), _sigterm_unwinds():
+        report = StageReport(root, stage)
+        stop = threading.Event()
+        heart = threading.Thread(target=report.beat, args=(stop,), daemon=True)
+        report.event("start")
+        report._write()
+        heart.start()
+        end: tuple[str, dict[str, Any] | None] = ("QUEUED" if more_stages.get() else "DONE", None)
+        try:
+            yield report
+        except (Stopped, KeyboardInterrupt):
+            end = ("STOPPED", None)
+            raise Stopped(
+                f"{stage} stopped; the same command goes on from what is finished"
+            ) from None
+        except BaseException as error:
+            trace = "" if isinstance(error, UserError) else traceback.format_exc()
+            end = ("FAILED", {"cause": f"{type(error).__name__}: {error}", "trace": trace})
+            raise
+        finally:
+            stop.set()
+            heart.join()
+            with (
+                contextlib.suppress(UserError, OSError)
+                if end[0] == "FAILED"
+                else contextlib.nullcontext()
+            ):
+                report.end(
+                    *end
+                )  # with the disk full this fails too; the first error is the one to show
+
+
+def read(root: Path) -> dict[str, Any]:
+    """The run's state as it is now: a dead worker shows as FAILED, one that does not advance as
+    STALLED.
+    """
+    path = root / "state.json"
+    if not path.exists():
+        raise UserError(
+            where=str(root),
+            found="no state.json",
+            expected="a run's folder",
+            remedy="Give the folder named by `run:` in the configuration.",
+        )
+    state = json.loads(path.read_text())
+    if state["state"] in ("DONE", "FAILED", "STOPPED"):
+        return state
+    here = [w for w in state["workers"] if w["host"] == socket.gethostname()]
+    gone = [w["pid"] for w in here if not _alive(w["pid"])]
+    if gone:
+        state["state"] = "FAILED"
+        state["failure"] = {
+            "cause": f"process {gone[0]} died without a word (killed, or out of memory)",
+            "trace": "",
+        }
+    elif time.time() - state["progress_at"] > stall_after_s():
+        state["state"] = "STALLED"
+    return state
+
+
+def stall_after_s() -> float:
+    """Seconds without progress after which a live run counts as stalled."""
+    return float(os.environ.get("DRAFTSMITH_STALL_S", "600"))
+
+
+def line(state: dict[str, Any]) -> str:
+    """One line for people and SSH loops."""
+    parts = [f"{state['state']:<12} {state['stage']}"]
+    if state["total"]:
+        parts.append(
+            f"{state['done']:,}/{state['total']:,} {state['unit']} {100 * state['done'] / state['total']:.0f}%"
+        )
+    if state["rate"]:
+        parts.append(f"{state['rate']:,.1f}/s")
+    if state["eta_s"] is not None and state["state"] not in ("DONE", "FAILED", "STOPPED"):
+        parts.append(f"ETA {_clock(state['eta_s'])}")
+    parts += [
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in state["last"].items()
+    ]
+    parts += [
+        f"gpu{gpu['index']} {gpu['used_bytes'] / 2**30:.1f}/{gpu['total_bytes'] / 2**30:.0f} GiB"
+        for gpu in state["gpus"]
+    ]
+    if state["failure"]:
+        parts.append(state["failure"]["cause"])
+    return " | ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return True
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch  # a worker has it loaded; readers of state.json never come here
+
+    if not torch.cuda.is_initialized():
+        return []
+    out = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        out.append(
+            {
+                "index": index,
+                "name": torch.cuda.get_device_name(index),
+                "used_bytes": total - free,
+                "total_bytes": total,
+            }
+        )
+    return out
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    with open(root / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                where=str(root),
+                found="another draftsmith process at work in this folder",
+                expected="one at a time",
+                remedy="Wait for it, or use another `run:`.",
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handler(signum: int, frame: Any) -> None:
+        raise Stopped("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

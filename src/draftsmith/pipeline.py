@@ -1,0 +1,54 @@
+"""All stages in order, each skipped when its output is complete and its inputs are unchanged."""
+
+import json
+import time
+from collections.abc import Callable
+
+import yaml
+
+import draftsmith.tokenize as tokenize_stage
+from draftsmith import evaluate, export, extract, prepare, regenerate, train
+from draftsmith.config import RunConfig
+from draftsmith.core import StageResult
+from draftsmith.files import write_atomic
+from draftsmith.monitor.state import more_stages
+
+STAGES: dict[str, Callable[[RunConfig], StageResult]] = {
+    "prepare": prepare.run,
+    "regenerate": regenerate.run,
+    "tokenize": tokenize_stage.run,
+    "extract": extract.run,
+    "train": train.run,
+    "evaluate": evaluate.run,
+    "export": export.run,
+}
+
+
+def run(cfg: RunConfig, stages: list[str] | None = None) -> list[StageResult]:
+    """Run these stages (default: all). The resolved configuration is saved as RUN/run.yaml."""
+    names = stages or [name for name in STAGES if name != "regenerate" or cfg.regenerate.enabled]
+    text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
+    write_atomic(cfg.root / "run.yaml", lambda path: path.write_text(text))
+    results = []
+    for name in names:
+        started = time.perf_counter()
+        more = more_stages.set(name != names[-1])
+        try:
+            result = STAGES[name](cfg)
+        finally:
+            more_stages.reset(more)
+        took = "already complete" if result.skipped else f"{time.perf_counter() - started:.1f} s"
+        print(f"{name:<11}{took:>17}  {_summary(result)}", flush=True)
+        results.append(result)
+    return results
+
+
+def _summary(result: StageResult) -> str:
+    shown = {
+        k: round(v, 4) if isinstance(v, float) else v
+        for k, v in result.summary.items()
+        if v or v == 0
+    }
+    return " ".join(
+        f"{key}={json.dumps(value)}" for key, value in shown.items() if not isinstance(value, list)
+    )

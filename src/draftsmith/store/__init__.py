@@ -1,0 +1,1 @@
+"""The feature store: ragged safetensors shards and a manifest that says what they are."""

@@ -1,0 +1,62 @@
+"""Parquet files of conversations, answers and tokens: written aside and renamed, read back as rows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from draftsmith.files import file_digest, write_atomic
+
+CONVERSATIONS = pa.schema(
+    [
+        ("sample_id", pa.int64()),
+        ("origin", pa.string()),
+        ("source", pa.string()),
+        ("split", pa.string()),
+        ("messages", pa.string()),
+        ("tools", pa.string()),
+        ("answer", pa.string()),
+    ]
+)
+ANSWERS = pa.schema(
+    [
+        ("sample_id", pa.int64()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("answer_ids", pa.list_(pa.int32())),
+        ("stop_reason", pa.string()),
+    ]
+)
+TOKENS = pa.schema(
+    [
+        ("sample_id", pa.int64()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+        ("source", pa.string()),
+        ("split", pa.string()),
+    ]
+)
+
+
+def write_table(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> dict[str, Any]:
+    """Write rows to one Parquet file; its manifest entry."""
+    table = pa.Table.from_pylist(rows, schema=schema)
+    write_atomic(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+    return entry(path, len(rows))
+
+
+def entry(path: Path, num_rows: int | None = None) -> dict[str, Any]:
+    """The manifest entry of a Parquet file that exists."""
+    if num_rows is None:
+        num_rows = pq.read_metadata(path).num_rows
+    return {"sha256": file_digest(path), "bytes": path.stat().st_size, "rows": num_rows}
+
+
+def read_rows(folder: Path, manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All rows of a folder, file by file."""
+    for name in sorted(manifest["files"]):
+        if not name.endswith(".parquet"):
+            continue
+        for batch in pq.ParquetFile(folder / name).iter_batches():
+            yield from batch.to_pylist()

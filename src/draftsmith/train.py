@@ -1,0 +1,251 @@
+"""The train stage: a DFlash drafter learns to fill blocks from the target's features.
+
+Random anchors in the supervised text, slot-weighted cross-entropy, AdamW with fp32 master weights
+(bf16 compute on a GPU). Every choice is a pure function of seed, epoch and sample, so a run that
+was killed goes on from its last checkpoint with the same numbers.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import draftsmith.tokenize as tokenize_stage
+from draftsmith import extract, files
+from draftsmith import manifest as manifests
+from draftsmith.config import RunConfig, TrainConfig
+from draftsmith.core import StageResult, UserError
+from draftsmith.drafter.blocks import draw_anchors, make_blocks, slot_weights
+from draftsmith.drafter.checkpoint import load_drafter, save_drafter
+from draftsmith.drafter.config import DrafterShape, resolve_shape
+from draftsmith.drafter.loss import block_loss, leading_correct
+from draftsmith.drafter.model import DFlash
+from draftsmith.features import FeatureBatch, StoreSource
+from draftsmith.monitor.state import StageReport, stage_report
+from draftsmith.target.load import device_of, inspect_target, load_target, load_tokenizer, unembed
+from draftsmith.target.taps import resolve_taps
+
+BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: its micro-batches, as positions into the source's samples."""
+
+    epoch: int
+    rows: list[list[int]]
+
+
+def folder(cfg: RunConfig) -> Path:
+    """Where checkpoints go."""
+    return cfg.root / "checkpoints"
+
+
+def run(cfg: RunConfig) -> StageResult:
+    """Train to the end of the schedule; go on from the newest checkpoint if there is one."""
+    out = folder(cfg)
+    tokens = manifests.required(tokenize_stage.folder(cfg), "tokenize")
+    store = manifests.required(cfg.store, "extract")
+    with stage_report(cfg.root, "train") as report:
+        info, tokenizer = inspect_target(cfg.target), load_tokenizer(cfg.target)
+        taps = resolve_taps(cfg.features, info.num_layers)
+        shape = resolve_shape(cfg.drafter, info, taps, tokenizer, info.vocab_size)
+        train_ids = [s.sample_id for s in tokenize_stage.read_samples(cfg, tokens, "train")]
+        source = StoreSource(cfg.store, train_ids, extract.identity(info, taps, tokenizer))
+        manifest = manifests.begin(out, "checkpoints/1", _inputs(cfg, shape, store), remake=False)
+        if manifest["complete"]:
+            return StageResult("train", str(out), skipped=True, summary=manifest["counts"])
+        steps = plan_steps(cfg.train, source, cfg.seed)
+        drafter = DFlash(shape).init_weights(cfg.seed).to(device_of(cfg.target))
+        drafter.share(*frozen_weights(cfg))
+        last = train(cfg, drafter, source, steps, report)
+        final = out / f"step-{len(steps)}"
+        entries = {
+            f"{final.name}/model.safetensors": {
+                "sha256": files.file_digest(final / "model.safetensors"),
+                "bytes": (final / "model.safetensors").stat().st_size,
+            }
+        }
+        manifest = manifests.finish(out, manifest, entries, {"steps": len(steps), **last})
+    return StageResult("train", str(out), summary=manifest["counts"])
+
+
+def _inputs(cfg: RunConfig, shape: DrafterShape, store: dict[str, Any]) -> dict[str, Any]:
+    settings = cfg.train.model_dump(exclude={"log_every", "checkpoint_every", "keep_checkpoints"})
+    return {
+        "features": store["digest"],
+        "drafter": asdict(shape),
+        "train": settings,
+        "seed": cfg.seed,
+    }
+
+
+def frozen_weights(cfg: RunConfig) -> tuple[Tensor, Tensor, float]:
+    """The target's embedding, lm_head and soft cap; the rest of the target is dropped again."""
+    model = load_target(cfg.target.model_copy(update={"device": "cpu"}))
+    embedding, head, softcap = unembed(model)
+    return (
+        embedding.detach().clone(),
+        head.detach().clone() if head is not embedding else embedding,
+        softcap,
+    )
+
+
+def plan_steps(train: TrainConfig, source: StoreSource, seed: int) -> list[Step]:
+    """Every optimizer step of the run: micro-batches gathered until they hold `tokens_per_step`
+    target tokens.
+    """
+    steps: list[Step] = []
+    for epoch in range(train.epochs):
+        plan = source.plan(tokens_per_batch=train.micro_batch_tokens, seed=seed, epoch=epoch)
+        rows, held = [], 0
+        for row in plan.rows:
+            rows.append(row)
+            held += sum(source.lengths[i] for i in row)
+            if held >= train.tokens_per_step:
+                steps.append(Step(epoch, rows))
+                rows, held = [], 0
+        if rows and (not steps or held >= train.tokens_per_step / 2 or steps[-1].epoch != epoch):
+            steps.append(
+                Step(epoch, rows)
+            )  # an epoch's remainder, unless it is too little for a gradient
+        if train.max_steps is not None and len(steps) >= train.max_steps:
+            return steps[: train.max_steps]
+    return steps
+
+
+def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
+    """Linear warmup, then cosine to zero. `step` counts from 0."""
+    warmup = max(1, round(train.warmup_ratio * num_steps))
+    if step < warmup:
+        return train.lr * (step + 1) / warmup
+    return train.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
+
+
+def train(
+    cfg: RunConfig, drafter: DFlash, source: StoreSource, steps: list[Step], report: StageReport
+) -> dict[str, float]:
+    """The loop. Returns the last logged numbers."""
+    out, device = folder(cfg), drafter.fc.weight.device
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        drafter.parameters(), lr=cfg.train.lr, betas=BETAS, weight_decay=cfg.train.weight_decay
+    )
+    weights = slot_weights(drafter.shape.block_size, cfg.train.gamma)
+    begin = resume(out, drafter, optimizer)
+    report.working(len(steps), "steps", done=begin)
+    last: dict[str, float] = {}
+    drafter.train()
+    for number in range(begin, len(steps)):
+        started, step = time.perf_counter(), steps[number]
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(cfg.train, number, len(steps))
+        loss_sum, weight_sum = torch.zeros((), device=device), torch.zeros((), device=device)
+        guessed, anchors, tokens = torch.zeros((), device=device), 0, 0
+        for batch in micro_batches(source, step, device):
+            drawn = [
+                draw_anchors(
+                    mask.cpu().numpy(),
+                    limit=cfg.train.anchors_per_sample,
+                    seed=cfg.seed,
+                    epoch=step.epoch,
+                    sample_id=i,
+                )
+                for mask, i in zip(batch.loss_mask, batch.sample_ids, strict=True)
+            ]
+            blocks = make_blocks(batch.input_ids, batch.loss_mask, drawn, drafter.shape, weights)
+            context_positions = torch.arange(batch.input_ids.shape[1], device=device).expand_as(
+                batch.input_ids
+            )
+            with autocast:
+                hidden = drafter(
+                    drafter.embed(blocks.block_ids),
+                    blocks.positions,
+                    batch.hidden,
+                    context_positions,
+                    blocks.masks,
+                )
+                loss = block_loss(drafter, hidden, blocks)
+            loss.weighted_sum.backward()
+            loss_sum += loss.weighted_sum.detach()
+            weight_sum += blocks.weights.sum()
+            guessed += leading_correct(loss.correct).sum()
+            anchors += sum(len(a) for a in drawn)
+            tokens += batch.num_tokens
+        for parameter in (
+            drafter.parameters()
+        ):  # the mean over the step's weighted slots, however they were batched
+            if parameter.grad is not None:
+                parameter.grad /= weight_sum.clamp_min(1e-9)
+        norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.train.clip_norm)
+        _check_finite(norm, loss_sum, number, step, source)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        done = number + 1
+        if done % cfg.train.log_every == 0 or done == len(steps):
+            last = {
+                "loss": (loss_sum / weight_sum).item(),
+                "anchor_tau": 1 + (guessed / max(1, anchors)).item(),
+                "grad_norm": norm.item(),
+                "lr": optimizer.param_groups[0]["lr"],
+                "tokens_per_s": tokens / (time.perf_counter() - started),
+            }
+            report.event("step", step=done, epoch=step.epoch, **last)
+        report.progress(done, **last)
+        if done % cfg.train.checkpoint_every == 0 or done == len(steps):
+            save(out, drafter, optimizer, done)
+            prune(out, cfg.train.keep_checkpoints)
+    return last
+
+
+def micro_batches(source: StoreSource, step: Step, device: torch.device) -> Iterator[FeatureBatch]:
+    """The step's micro-batches on the device, states in fp32 (autocast narrows them on a GPU)."""
+    for row in step.rows:
+        yield source.batch(row).to(device, torch.float32)
+
+
+def save(out: Path, drafter: DFlash, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """checkpoints/step-N: fp32 drafter in z-lab's layout, and the optimizer's state. Appears whole."""
+    with files.new_folder(out / f"step-{step}") as temporary:
+        save_drafter(temporary, drafter, torch.float32)
+        torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return sorted(out.glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+
+
+def resume(out: Path, drafter: DFlash, optimizer: torch.optim.Optimizer) -> int:
+    """Load the newest checkpoint; the step to go on from."""
+    found = checkpoints(out)
+    if not found:
+        return 0
+    drafter.load_state_dict(load_drafter(found[-1]).state_dict())
+    optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True))
+    return int(found[-1].name.split("-")[1])
+
+
+def prune(out: Path, keep: int) -> None:
+    """Delete all but the newest checkpoints."""
+    for path in checkpoints(out)[:-keep]:
+        shutil.rmtree(path)
+
+
+def _check_finite(
+    norm: Tensor, loss_sum: Tensor, number: int, step: Step, source: StoreSource
+) -> None:
+    if not (torch.isfinite(norm) & torch.isfinite(loss_sum)):
+        samples = [source.sample_ids[i] for row in step.rows for i in row]
+        raise UserError(
+            where=f"train step {number + 1}",
+            found=f"loss {loss_sum.item()}, gradient norm {norm.item()} on samples {samples[:20]}",
+            expected="finite numbers",
+            remedy="Lower train.lr, or check these samples' features.",
+        )
