@@ -54,7 +54,7 @@ def begin(folder: Path, kind: str, inputs: dict[str, Any], *, remake: bool) -> d
             remedy="Move them away.",
         )
     if manifest is not None and (manifest["kind"] != kind or manifest["inputs"] != inputs):
-        if not remake:
+        if not remake and _holds_work(folder):
             changes = (
                 "; ".join(differences(manifest["inputs"], inputs))
                 or f"kind {manifest['kind']}, not {kind}"
@@ -77,6 +77,12 @@ def begin(folder: Path, kind: str, inputs: dict[str, Any], *, remake: bool) -> d
         )
     remove_leftovers(folder)
     return manifest
+
+
+def _holds_work(folder: Path) -> bool:
+    if not folder.exists():
+        return False
+    return any(p.name != NAME and not p.name.startswith(".") for p in folder.iterdir())
 
 
 def finish(

@@ -28,18 +28,28 @@ def test_the_run_is_complete_and_its_files_are_as_documented(finished):
     assert set(keys.split()) <= set(state)
     manifest = json.loads((run / "features" / "manifest.json").read_text())
     assert manifest["complete"] and len(manifest["files"]) >= 3
-    assert manifest["inputs"]["taps"] == [1, 3, 5] and "hidden_states[i+1]" in manifest["inputs"]["convention"]
+    assert (
+        manifest["inputs"]["taps"] == [1, 3, 5]
+        and "hidden_states[i+1]" in manifest["inputs"]["convention"]
+    )
     shard = load_file(run / "features" / "shard-000000.safetensors")
     N, S = len(shard["input_ids"]), len(shard["sample_ids"])
     assert shard["hidden"].shape == (N, 3, 256) and shard["hidden"].dtype == torch.bfloat16
-    assert shard["loss_mask"].shape == (N,) and shard["offsets"].shape == (S + 1,) and shard["offsets"][-1] == N
+    assert (
+        shard["loss_mask"].shape == (N,)
+        and shard["offsets"].shape == (S + 1,)
+        and shard["offsets"][-1] == N
+    )
     report = json.loads((run / "eval" / "report.json").read_text())
     suite = report["suites"][0]
     for name in ("ar", "lookup", "chain", "untrained", "shuffled"):
         entry = suite["methods"][name]
         wanted = "tau_pooled tau_mean tau_ci95 survival histogram target_calls_per_token tokens_per_s speedup"
         assert set(f"{wanted} identical mismatches near_ties".split()) <= set(entry)
-        assert entry["mismatches"] == 0 and entry["identical"] + entry["near_ties"] == suite["num_prompts"]
+        assert (
+            entry["mismatches"] == 0
+            and entry["identical"] + entry["near_ties"] == suite["num_prompts"]
+        )
     assert suite["methods"]["ar"]["tau_pooled"] == 1.0
     page = (run / "eval" / "report.html").read_text()
     assert page.count("<svg") == 3 and "http://" not in page.replace("http://www.w3.org", "").replace(
@@ -53,34 +63,59 @@ def test_a_second_run_skips_everything_and_changes_nothing(finished):
     before = contents(finished / "run" / "features") | contents(finished / "run" / "checkpoints")
     again = command("run", finished / "config.yaml")
     assert again.returncode == 0 and again.stdout.count("already complete") == len(STAGES)
-    assert contents(finished / "run" / "features") | contents(finished / "run" / "checkpoints") == before
+    assert (
+        contents(finished / "run" / "features") | contents(finished / "run" / "checkpoints")
+        == before
+    )
     status = command("status", finished / "run")
     assert status.returncode == 0 and status.stdout.startswith("DONE")
 
 
 def test_killed_in_every_stage_the_run_ends_with_the_same_bytes(finished, tmp_path):
     config, run = write_config(tmp_path), tmp_path / "run"
-    kill_when(["run", config], run, "regenerate", lambda r: len(list((r / "data/answers").glob("answers*"))) == 2)
+    kill_when(
+        ["run", config],
+        run,
+        "regenerate",
+        lambda r: len(list((r / "data/answers").glob("answers*"))) == 2,
+    )
     status = command("status", run)
     assert status.returncode == 1 and "FAILED" in status.stdout and "died" in status.stdout
-    kill_when(["run", config], run, "extract", lambda r: len(list((r / "features").glob("shard*"))) == 2)
+    kill_when(
+        ["run", config], run, "extract", lambda r: len(list((r / "features").glob("shard*"))) == 2
+    )
     kill_when(["run", config], run, "train", lambda r: (r / "checkpoints/step-6").exists())
-    kill_when(["run", config], run, "evaluate", lambda r: json.loads((r / "state.json").read_text())["done"] > 0)
+    kill_when(
+        ["run", config],
+        run,
+        "evaluate",
+        lambda r: json.loads((r / "state.json").read_text())["done"] > 0,
+    )
     kept = (run / "features" / "shard-000000.safetensors").stat().st_mtime_ns
     done = command("run", config)
     assert done.returncode == 0, done.stderr
-    assert (run / "features" / "shard-000000.safetensors").stat().st_mtime_ns == kept, "finished shards are kept"
+    assert (run / "features" / "shard-000000.safetensors").stat().st_mtime_ns == kept, (
+        "finished shards are kept"
+    )
     for part in ("data/answers", "data/tokens", "features", "checkpoints", "export"):
         one, two = contents(finished / "run" / part), contents(run / part)
         assert set(one) == set(two)
         for name in one:
-            same = one[name] == two[name] or name.endswith("optimizer.pt")  # a zip with a folder name inside
+            same = one[name] == two[name] or name.endswith(
+                "optimizer.pt"
+            )  # a zip with a folder name inside
             assert same or name == "manifest.json", f"{part}/{name}"
-    reports = [json.loads((r / "eval/report.json").read_text())["suites"][0]["methods"] for r in (finished / "run", run)]
+    reports = [
+        json.loads((r / "eval/report.json").read_text())["suites"][0]["methods"]
+        for r in (finished / "run", run)
+    ]
     for name, entry in reports[0].items():
         assert entry["tau_pooled"] == reports[1][name]["tau_pooled"]
         assert entry["histogram"] == reports[1][name]["histogram"]
-    losses = [{e["step"]: e["loss"] for e in events(r) if e["kind"] == "step"} for r in (finished / "run", run)]
+    losses = [
+        {e["step"]: e["loss"] for e in events(r) if e["kind"] == "step"}
+        for r in (finished / "run", run)
+    ]
     assert losses[0] == losses[1], "the loss curve goes on bit for bit"
     assert not list(run.rglob("*.tmp")), "nothing half-written is left"
 

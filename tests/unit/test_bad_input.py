@@ -1,0 +1,260 @@
+"""A user's mistake: one message with place, found, expected, remedy; exit 2; nothing half-written."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+import yaml
+from runs import write_config
+
+from draftsmith import config, extract
+from draftsmith.cli import main
+from draftsmith.core import UserError
+from tiny_models import assets
+
+
+def refused(capsys, *args: object) -> str:
+    """The one message of a command that must exit 2."""
+    assert main([str(a) for a in args]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "Traceback" not in said and said.count("draftsmith:") == 1
+    assert ": found " in said and "; expected " in said, said
+    return said
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        (
+            "extract",
+            "codek",
+            "none",
+            ["extract.codek", "unknown key", "codec (did you mean that?)"],
+        ),
+        ("train", "lr", -1.0, ["train.lr", "-1.0", "greater than 0"]),
+        (
+            "drafter",
+            "block_size",
+            1,
+            ["drafter.block_size", "found 1", "greater than or equal to 2"],
+        ),
+        ("features", "taps", [1, 1, 3], ["features.taps", "repeated"]),
+        ("features", "taps", [3, 1], ["features.taps", "ascend"]),
+        ("features", "source", "live", ["features.source", "'live'", "'store'"]),
+        ("features", "store", "s3://bucket/x", ["features.store", "local folders"]),
+        ("regenerate", "temperature", 0.7, ["regenerate.temperature", "0.7", "greedily"]),
+        ("evaluate", "methods", ["chain"], ["evaluate.methods", "must include ar"]),
+        ("drafter", "layer_types", ["full_attention"], ["drafter", "1 entries for 2 layers"]),
+        ("prepare", "sources", [], ["prepare.sources"]),
+    ],
+)
+def test_a_wrong_value_names_its_key(path, capsys, section, key, value, words):
+    data = yaml.safe_load(path.read_text())
+    data[section][key] = value
+    path.write_text(yaml.safe_dump(data))
+    said = refused(capsys, "run", path)
+    assert all(word in said for word in words), said
+    assert not (path.parent / "run").exists()
+
+
+def test_the_same_from_the_command_line(path, capsys):
+    assert "train.lrr" in refused(capsys, "train", path, "--train.lrr", "3e-4")
+    assert "nonsense" in refused(capsys, "train", path, "nonsense")
+    cfg = config.load(path, {"train.lr": "3e-4", "seed": 7})
+    assert (cfg.train.lr, cfg.seed) == (3e-4, 7)
+
+
+def test_the_designs_whole_example_loads():
+    text = """
+run: runs/x
+seed: 0
+target:     {model: Qwen/Qwen3.6-27B, revision: main, dtype: bfloat16, gpus_per_replica: 1}
+prepare:    {sources: [{path: chats.jsonl, format: messages, weight: 1.0}], held_out: 0.02}
+regenerate: {enabled: true, servers: [], launch: null, max_new_tokens: 2048, temperature: 0.0}
+tokenize:   {max_length_tokens: 4096, too_long: truncate, template_kwargs: {enable_thinking: false}}
+features:   {source: auto, taps: auto, num_taps: 5, final: none, store: null, max_bytes: null}
+extract:    {tokens_per_batch: 16384, codec: none}
+drafter:    {layers: 5, block_size: 16, layer_types: auto, sliding_window: 2048, mask_token_id: auto}
+train:      {epochs: 6, max_steps: null, lr: 6.0e-4, anchors_per_sample: 512, tokens_per_step: 32768,
+             micro_batch_tokens: 4096, labels: data, loss: ce, weights: gamma}
+evaluate:   {suites: [held_out], methods: [ar, lookup, chain], max_new_tokens: 2048, temperature: 0.0, tree_budget: 64}
+export:     {layout: zlab}
+engine:     {kind: local}
+"""
+    assert config.with_overrides(yaml.safe_load(text), {}, where="design").drafter.block_size == 16
+
+
+@pytest.mark.parametrize("text", ["", "just words", "run: [", "- 1"])
+def test_a_file_that_is_no_configuration(tmp_path, capsys, text):
+    (tmp_path / "c.yaml").write_text(text)
+    assert "c.yaml" in refused(capsys, "run", tmp_path / "c.yaml")
+    assert "nothere.yaml" in refused(capsys, "run", tmp_path / "nothere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{broken", ["not JSON"]),
+        ("", ["empty line"]),
+        ('{"messages": []}', ["no list 'messages'"]),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', ["messages[0] without a known role"]),
+        ('{"messages": [{"role": "user", "content": 5}]}', ["messages[0].content", "int"]),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', ["without a question"]),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": 3}', ["'tools'"]),
+        ("[1, 2]", ["no list 'messages'"]),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_line(path, capsys, line, words):
+    data = path.parent / "prompts.jsonl"
+    good = data.read_text().splitlines()
+    data.write_text("\n".join([*good[:4], line, *good[4:6]]) + "\n")
+    said = refused(capsys, "prepare", path)
+    assert f"{data}:5" in said and all(word in said for word in words), said
+    assert not list((path.parent / "run").rglob("*.parquet"))
+
+
+def test_bytes_that_do_not_decode_empty_and_missing_files(path, capsys):
+    data = path.parent / "prompts.jsonl"
+    data.write_bytes(data.read_bytes()[:50] + b"\xff\xfe\n")
+    assert f"{data}:1" in refused(capsys, "prepare", path)
+    data.write_text("")
+    assert f"{data}:1: found an empty file" in refused(capsys, "prepare", path)
+    data.unlink()
+    assert "no such file" in refused(capsys, "prepare", path)
+
+
+def test_taps_that_cannot_be_captured(path, capsys):
+    for stage in ("prepare", "regenerate", "tokenize"):
+        assert main([stage, str(path)]) == 0
+    capsys.readouterr()
+    assert "tap 8" in refused(capsys, "extract", path, "--features.taps", "[1, 8]")
+    assert "the last layer" in refused(capsys, "extract", path, "--features.taps", "[1, 7]")
+    assert "features.num_taps" in refused(capsys, "extract", path, "--features.num_taps", "9")
+    assert not (path.parent / "run" / "features").exists()
+    said = refused(capsys, "train", path)
+    assert "draftsmith extract" in said
+
+
+def test_a_model_without_decoder_layers(path, capsys, tmp_path):
+    tf.T5Config(d_model=32, num_layers=1, d_ff=32, num_heads=2).save_pretrained(tmp_path / "t5")
+    for stage in ("prepare", "regenerate", "tokenize"):
+        assert main([stage, str(path)]) == 0
+    capsys.readouterr()
+    tokenizer = tf.AutoTokenizer.from_pretrained(assets() / "tiny-hybrid")
+    tokenizer.save_pretrained(tmp_path / "t5")
+    said = refused(capsys, "extract", path, "--target.model", tmp_path / "t5")
+    assert "no decoder layers" in said
+    assert "nowhere" in refused(capsys, "extract", path, "--target.model", tmp_path / "nowhere")
+
+
+def test_a_conversation_that_the_template_refuses(path, capsys):
+    target = path.parent / "strict"
+    shutil.copytree(assets() / "tiny-hybrid", target)
+    (target / "chat_template.jinja").write_text(
+        "{% if messages|length > 1 %}{{ raise_exception('one message only') }}{% endif %}{{ messages[0].content }}"
+    )
+    data = path.parent / "prompts.jsonl"
+    lines = data.read_text().splitlines()
+    two = json.dumps(
+        {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
+    )
+    data.write_text("\n".join([*lines[:2], two, *lines[2:]]) + "\n")
+    assert main(["prepare", str(path)]) == 0
+    capsys.readouterr()
+    said = refused(capsys, "regenerate", path, "--target.model", target)
+    assert f"{data}:3" in said and "one message only" in said
+    tools = {
+        "messages": [{"role": "user", "content": "b"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }
+    data.write_text(json.dumps(tools) + "\n" + lines[0] + "\n")
+    assert main(["prepare", str(path)]) == 0
+    capsys.readouterr()
+    assert "drops them without a word" in refused(
+        capsys, "regenerate", path, "--target.model", target
+    )
+
+
+def test_samples_without_supervised_tokens_are_counted_and_listed(path, capsys):
+    stages = ("prepare", "regenerate")
+    for stage in stages:
+        assert main([stage, str(path), "--tokenize.max_length_tokens", "256"]) == 0
+    # shorter than some prompts: the answer is cut away whole
+    assert main(["tokenize", str(path), "--tokenize.max_length_tokens", "48"]) == 0
+    manifest = json.loads((path.parent / "run/data/tokens/manifest.json").read_text())
+    count = manifest["counts"]["without_supervised_tokens"]
+    assert count > 0 and len(manifest["counts"]["listed_without_supervised_tokens"]) == count
+    assert manifest["files"]["part-00000.parquet"]["rows"] == 40 - count
+
+
+def test_a_store_made_for_something_else(path, capsys, tmp_path):
+    for stage in ("prepare", "regenerate", "tokenize", "extract"):
+        assert main([stage, str(path)]) == 0
+    capsys.readouterr()
+    other = tmp_path / "other"
+    shutil.copytree(assets() / "tiny-hybrid", other)
+    model = tf.AutoModelForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight += 0.5
+    model.to(torch.bfloat16).save_pretrained(other)
+    said = refused(capsys, "train", path, "--target.model", other)
+    assert "weights_digest" in said and "features" in said
+    assert "taps" in refused(capsys, "train", path, "--features.taps", "[1, 2, 5]")
+    text = (other / "tokenizer.json").read_text()
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        shutil.copy(assets() / "tiny-hybrid" / name, other / name)
+    (other / "tokenizer.json").write_text(text.replace("<tool_call>", "<tool_kall>"))
+    said = refused(capsys, "train", path, "--target.model", other)
+    assert "tokenizer" in said and not (path.parent / "run" / "checkpoints").exists()
+
+
+def test_too_little_disk_is_seen_before_the_target_is_loaded(path, capsys, monkeypatch):
+    for stage in ("prepare", "regenerate", "tokenize"):
+        assert main([stage, str(path)]) == 0
+    capsys.readouterr()
+    usage = shutil.disk_usage(path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=1000))
+    said = refused(capsys, "extract", path)
+    assert "0.000 GB free" in said and "GB for the features" in said
+
+
+def test_a_disk_that_fills_up_leaves_only_whole_shards(path, capsys, tmp_path, monkeypatch):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", small], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        for stage in ("prepare", "regenerate", "tokenize"):
+            assert main([stage, str(path)]) == 0
+        capsys.readouterr()
+        monkeypatch.setattr(extract, "_check_disk", lambda *a: None)
+        args = ["extract", path, "--features.store", small / "store"]
+        said = refused(capsys, *args)
+        assert "a full disk" in said and "Free space" in said
+        shards = list((small / "store").glob("shard-*"))
+        assert 1 <= len(shards) <= 3 and not list((small / "store").glob(".*.tmp"))
+        subprocess.run(["mount", "-o", "remount,size=50m", small], check=True)
+        assert main([str(a) for a in args]) == 0
+    finally:
+        subprocess.run(["umount", small])
+
+
+def test_status_of_no_run(tmp_path, capsys):
+    assert "no state.json" in refused(capsys, "status", tmp_path)
+
+
+def test_errors_are_one_line():
+    error = UserError(where="a.b", found="x", expected="y", remedy="Do z.")
+    assert str(error) == "a.b: found x; expected y. Do z."

@@ -1,0 +1,121 @@
+"""Conversations to tokens: duplicates, the split, templates and loss masks."""
+
+import json
+
+import pytest
+from runs import write_config
+from transformers import AutoTokenizer
+
+from draftsmith import manifest as manifests
+from draftsmith import prepare, tables
+from draftsmith import tokenize as tokenize_stage
+from draftsmith.cli import main
+from draftsmith.config import load
+from draftsmith.tokenize.template import render_chat, render_prompt
+from tiny_models import assets
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(assets() / "tiny-hybrid")
+
+
+def chat(question: str, answer: str | None = None, **more) -> dict:
+    messages = [{"role": "user", "content": question}]
+    if answer is not None:
+        messages.append({"role": "assistant", "content": answer})
+    return {"messages": messages, **more}
+
+
+def prepared(tmp_path, rows: list[dict], **sections) -> list[dict]:
+    path = write_config(tmp_path, **sections)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["prepare", str(path)]) == 0
+    folder = prepare.folder(load(path))
+    return list(tables.read_rows(folder, manifests.required(folder, "prepare")))
+
+
+def test_the_split_is_by_question_and_stable(tmp_path):
+    rows = [chat(f"question {i}", f"answer {i}") for i in range(200)]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    first = prepared(tmp_path, rows)
+    share = sum(r["split"] == "held_out" for r in first) / len(first)
+    assert 0.03 < share < 0.2
+    side = {json.loads(r["messages"])[0]["content"]: r["split"] for r in first}
+    more = [chat(f"another {i}") for i in range(50)] + [
+        chat(f"question {i}", tools=tools) for i in range(200)
+    ]
+    again = prepared(tmp_path, more + rows[::-1])
+    for row in again:
+        question = json.loads(row["messages"])[0]["content"]
+        assert side.get(question, row["split"]) == row["split"], "whatever stands beside it"
+    assert [r["sample_id"] for r in again] == list(range(len(again)))
+
+
+def test_exact_duplicates_go_and_answers_are_dropped_when_regenerated(tmp_path):
+    rows = [chat("a", "1"), chat("a", "2"), chat("b", "1"), chat("b", "1"), chat("c")]
+    assert len(prepared(tmp_path, rows)) == 3
+    kept = prepared(tmp_path, rows[:4], regenerate={"enabled": False})
+    assert [json.loads(r["answer"])["content"] for r in kept] == ["1", "2", "1"]
+
+
+def test_caps_and_weights_choose_by_hash(tmp_path):
+    rows = [chat(f"question {i}") for i in range(100)]
+    few = prepared(tmp_path, rows, prepare={"max_samples": 10, "max_held_out": 2})
+    assert sorted(r["split"] for r in few) == ["held_out"] * 2 + ["train"] * 10
+    source = {"path": str(tmp_path / "prompts.jsonl"), "weight": 0.5}
+    half = prepared(tmp_path, rows, prepare={"sources": [source]})
+    assert 30 < len(half) < 70
+
+
+def test_a_finished_chat_supervises_the_answer_and_its_end(tokenizer):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello <|im_end|> you"},
+        {"role": "assistant", "content": "First."},
+        {"role": "user", "content": "More"},
+        {"role": "assistant", "content": "Second  answer\n"},
+    ]
+    with_marks = render_chat(tokenizer, messages, None, {}, where="x")
+    unmarked = AutoTokenizer.from_pretrained(assets() / "tiny-hybrid")
+    template = unmarked.chat_template
+    unmarked.chat_template = template.replace("{%- generation -%}", "").replace(
+        "{%- endgeneration -%}", ""
+    )
+    for mark in (
+        "{% generation %}",
+        "{% endgeneration %}",
+        "{%- generation %}",
+        "{%- endgeneration %}",
+    ):
+        unmarked.chat_template = unmarked.chat_template.replace(mark, "")
+    assert "generation %}" not in unmarked.chat_template.replace("add_generation_prompt %}", "")
+    assert render_chat(unmarked, messages, None, {}, where="x") == with_marks, (
+        "markers and differences agree"
+    )
+    ids, mask = with_marks
+    supervised = [i for i, bit in zip(ids, mask, strict=True) if bit]
+    assert tokenizer.decode(supervised) == "Second  answer\n<|im_end|>"
+    assert ids[-1] == tokenizer.eos_token_id, "the newline after the turn is not the target's"
+    prompt = render_prompt(tokenizer, messages[:-1], None, {}, where="x")
+    assert ids[: len(prompt)] == prompt and not any(mask[: len(prompt)])
+
+
+def test_data_answers_can_be_trained_on_without_regenerating(tmp_path, tokenizer):
+    rows = [chat(f"question {i}", f"the answer {i}") for i in range(20)]
+    path = write_config(tmp_path, regenerate={"enabled": False})
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["prepare", str(path)]) == 0 and main(["tokenize", str(path)]) == 0
+    cfg = load(path)
+    manifest = manifests.required(tokenize_stage.folder(cfg), "tokenize")
+    samples = tokenize_stage.read_samples(cfg, manifest)
+    texts = {
+        tokenizer.decode([i for i, b in zip(s.input_ids, s.loss_mask, strict=True) if b])
+        for s in samples
+    }
+    assert texts == {f"the answer {i}<|im_end|>" for i in range(20)}
+
+
+def test_the_tokenizer_is_the_identity_on_text(tokenizer):
+    for text in ("def f(x):\n\treturn  x\n", "naive cafe", "\u00e9\u4e2d\U0001f600", "  a   b\r\n"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -1,0 +1,185 @@
+"""Shards hold what was put in; state.json says what is so; metrics count what they say."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith import files, manifest, metrics
+from draftsmith.core import Sample, Stopped, UserError
+from draftsmith.decode.speculate import Trace
+from draftsmith.features import StoreSource
+from draftsmith.monitor import state
+from draftsmith.store.shards import (
+    KIND,
+    SampleFeatures,
+    StoreReader,
+    shard_entry,
+    shard_name,
+    write_shard,
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_ragged_samples_come_back(tmp_path_factory, lengths, dtype):
+    folder = tmp_path_factory.mktemp("store")
+    made = {}
+    for n, length in enumerate(lengths):
+        sample = Sample(100 - n, list(range(length)), [i % 2 for i in range(length)])
+        made[100 - n] = SampleFeatures(
+            sample,
+            torch.randn(length, 3, 8).to(dtype),
+            {"argmax": torch.arange(length, dtype=torch.int32)},
+        )
+    everything = list(made.values())
+    cut = len(everything) // 2
+    started = manifest.begin(folder, KIND, {"taps": [1, 2, 3]}, remake=False)
+    for n, part in enumerate(p for p in (everything[:cut], everything[cut:]) if p):
+        write_shard(folder / shard_name(n), part)
+    entries = {p.name: shard_entry(p) for p in folder.glob("shard-*")}
+    manifest.finish(folder, started, entries, {})
+    reader = StoreReader(folder)
+    assert sorted(reader.sample_ids) == sorted(made)
+    for sample_id, features in made.items():
+        read = reader.read(sample_id, ("hidden", "input_ids", "loss_mask", "argmax"))
+        assert torch.equal(read["hidden"], features.hidden)
+        assert read["input_ids"].tolist() == features.sample.input_ids
+        assert read["loss_mask"].tolist() == features.sample.loss_mask
+        assert torch.equal(read["argmax"], features.extra["argmax"])
+    source = StoreSource(folder, sorted(made), {"taps": [1, 2, 3]})
+    plan = source.plan(tokens_per_batch=64, seed=0, epoch=1)
+    batch = source.batch(plan.rows[0])
+    for i, sample_id in enumerate(batch.sample_ids):
+        n = len(made[sample_id].sample.input_ids)
+        assert torch.equal(batch.hidden[i, :n], made[sample_id].hidden)
+        assert batch.loss_mask[i, n:].sum() == 0
+    with pytest.raises(UserError, match=r"taps was \[1, 2, 3\], is now \[1, 2, 4\]"):
+        StoreSource(folder, sorted(made), {"taps": [1, 2, 4]})
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path):
+    def fail(path):
+        path.write_bytes(b"half")
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError):
+        files.write_atomic(tmp_path / "x", fail)
+    with pytest.raises(RuntimeError), files.new_folder(tmp_path / "y") as folder:
+        fail(folder / "z")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_file_makes_a_complete_output_unfinished(tmp_path):
+    started = manifest.begin(tmp_path, "x/1", {}, remake=False)
+    (tmp_path / "a").write_text("data")
+    manifest.finish(
+        tmp_path, started, {"a": {"sha256": files.file_digest(tmp_path / "a"), "bytes": 4}}, {}
+    )
+    assert manifest.begin(tmp_path, "x/1", {}, remake=False)["complete"]
+    (tmp_path / "a").write_text("dat")
+    assert not manifest.begin(tmp_path, "x/1", {}, remake=False)["complete"]
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="broken JSON"):
+        manifest.begin(tmp_path, "x/1", {}, remake=False)
+
+
+def test_state_of_a_stage_that_ends_well_badly_or_is_stopped(tmp_path):
+    with state.stage_report(tmp_path, "train") as report:
+        assert state.read(tmp_path)["state"] == "LOADING"
+        report.working(10, "steps", done=4)
+        report.progress(7, loss=1.5)
+        now = state.read(tmp_path)
+        assert (now["state"], now["total"], now["unit"]) == ("TRAINING", 10, "steps")
+        with (
+            pytest.raises(UserError, match="another draftsmith process"),
+            state.stage_report(tmp_path, "train"),
+        ):
+            pass
+    now = state.read(tmp_path)
+    assert now["state"] == "DONE" and now["done"] == 7 and now["last"]["loss"] == 1.5
+    with pytest.raises(RuntimeError), state.stage_report(tmp_path, "extract"):
+        raise RuntimeError("the true cause")
+    assert "the true cause" in state.line(state.read(tmp_path))
+    with pytest.raises(Stopped), state.stage_report(tmp_path, "extract"):
+        raise KeyboardInterrupt
+    assert state.read(tmp_path)["state"] == "STOPPED"
+    kinds = [
+        json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()
+    ]
+    assert kinds == ["start", "working", "done", "start", "failed", "start", "stopped"]
+
+
+def test_a_dead_process_is_failed_and_one_that_does_not_advance_is_stalled(tmp_path, monkeypatch):
+    body = (
+        "import sys,time; from pathlib import Path; from draftsmith.monitor.state import stage_report\n"
+        "with stage_report(Path(sys.argv[1]), 'extract') as r:\n"
+        "    r.working(9, 'tokens'); r.progress(1); print('up', flush=True); time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", body, tmp_path], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and "up" in [
+        process.stdout.readline().strip() for _ in range(2)
+    ]
+    assert state.read(tmp_path)["state"] == "EXTRACTING"
+    monkeypatch.setenv("DRAFTSMITH_STALL_S", "0.2")
+    time.sleep(0.4)
+    assert state.read(tmp_path)["state"] == "STALLED"
+    process.kill()
+    process.wait()
+    now = state.read(tmp_path)
+    assert now["state"] == "FAILED" and str(process.pid) in now["failure"]["cause"]
+
+
+def test_sigterm_is_stopped(tmp_path):
+    body = (
+        "import sys,time; from pathlib import Path; from draftsmith.monitor.state import stage_report\n"
+        "with stage_report(Path(sys.argv[1]), 'extract') as r:\n"
+        "    print('up', flush=True); time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", body, tmp_path], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    os.kill(process.pid, 15)
+    process.wait()
+    assert state.read(tmp_path)["state"] == "STOPPED"
+
+
+def test_metrics_count_tokens_a_call_with_the_prefills_token_left_out():
+    ar = Trace(
+        tokens=[1, 2, 3, 4, 5], emitted=[1, 1, 1, 1], accepted=[0] * 4, gaps=[9.0] * 5, decode_s=4.0
+    )
+    spec = Trace(tokens=[1, 2, 3, 4, 5], emitted=[3, 1], accepted=[2, 1], decode_s=2.0)
+    one = metrics.summarize([spec], [ar], block_size=4)
+    assert one["tau_pooled"] == one["tau_mean"] == 2.0
+    assert one["survival"] == [1.0, 0.5, 0.0] and one["histogram"] == [0, 1, 0, 1, 0]
+    assert (one["target_calls_per_token"], one["speedup"], one["tokens_per_s"]) == (0.5, 2.0, 2.0)
+    assert (one["identical"], one["mismatches"], one["near_ties"]) == (1, 0, 0)
+    low, high = metrics.bootstrap_tau(np.array([8, 2] * 20), np.array([2, 2] * 20))
+    assert 1.5 < low < 2.5 < high < 3.5
+
+
+def test_a_difference_is_a_near_tie_only_where_the_two_logits_nearly_tie():
+    def trace(tokens, gap=5.0):
+        return Trace(tokens=tokens, gaps=[5.0, gap, 5.0], emitted=[1, 1], accepted=[0, 0])
+
+    one = metrics.compare([trace([1, 7, 3])], [trace([1, 2, 3], gap=5e-4)])
+    assert (one["identical"], one["mismatches"], one["near_ties"]) == (0, 0, 1)
+    two = metrics.compare([trace([1, 7, 3])], [trace([1, 2, 3])])
+    assert (two["identical"], two["mismatches"], two["near_ties"]) == (0, 1, 0)
+    assert two["differences"] == [{"prompt": 0, "token": 1, "top2_gap": 5.0}]
+    cut = metrics.compare([trace([1, 2])], [trace([1, 2, 3])])
+    assert cut["mismatches"] == 1, "a text that stops early is another text"
