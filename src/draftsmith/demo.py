@@ -12,10 +12,10 @@ from draftsmith import config, pipeline
 ASSETS = "assets"
 DEMO: dict[str, Any] = {
     "target": {"dtype": "float32", "device": "cpu"},
-    "prepare": {"held_out": 0.02, "max_samples": 4800, "max_held_out": 64},
+    "prepare": {"held_out": 0.02, "max_samples": 2200, "max_held_out": 32},
     "regenerate": {
         "max_new_tokens": 64,
-        "batch_size": 192,
+        "batch_size": 240,
         "answers_per_file": 960,
         "loop_ngram": 12,
     },
@@ -24,17 +24,18 @@ DEMO: dict[str, Any] = {
     "extract": {"tokens_per_batch": 4096},
     "drafter": {"layers": 2, "block_size": 8},
     "train": {
-        "epochs": 3,
+        "epochs": 4,
         "lr": 2.0e-3,
-        "anchors_per_sample": 12,
-        "tokens_per_step": 4096,
-        "micro_batch_tokens": 4096,
-        "checkpoint_every": 100,
+        "anchors_per_sample": 6,
+        "tokens_per_step": 1024,  # small steps: it takes some hundred before drafts are accepted
+        "micro_batch_tokens": 1024,
+        "log_every": 20,
+        "checkpoint_every": 200,
     },
     "evaluate": {
         "methods": ["ar", "lookup", "chain", "untrained", "shuffled"],
-        "max_prompts": 64,
-        "max_new_tokens": 96,
+        "max_prompts": 32,
+        "max_new_tokens": 64,
         "loop_ngram": 12,
     },
 }

@@ -7,6 +7,7 @@ drafter that does not beat both has learnt nothing from the features. All method
 and end answers by the same rule.
 """
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from draftsmith.drafter.checkpoint import load_drafter, read_shape
 from draftsmith.drafter.model import DFlash
 from draftsmith.metrics import summarize
 from draftsmith.monitor.state import StageReport, stage_report
+from draftsmith.store.shards import check_same
 from draftsmith.target.load import eos_ids, inspect_target, load_target, load_tokenizer, unembed
+from draftsmith.target.taps import resolve_taps
 
 DRAFTED = ("chain", "untrained", "shuffled")
 EXAMPLES = 3  # texts shown in the report
@@ -48,8 +51,10 @@ def run(cfg: RunConfig) -> StageResult:
     trained = manifests.required(train.folder(cfg), "train")
     with stage_report(cfg.root, "evaluate") as stage:
         info, tokenizer = inspect_target(cfg.target), load_tokenizer(cfg.target)
+        same = extract.identity(info, resolve_taps(cfg.features, info.num_layers), tokenizer)
+        check_same(trained["inputs"], same, "a drafter trained", str(train.folder(cfg)))
         inputs = {
-            **extract.identity(info, trained["inputs"]["drafter"]["taps"], tokenizer),
+            **same,
             "drafter": trained["digest"],
             "tokens": tokens["digest"],
             "seed": cfg.seed,
@@ -57,6 +62,7 @@ def run(cfg: RunConfig) -> StageResult:
         }
         manifest = manifests.begin(out, "eval/1", inputs, remake=True)
         if manifest["complete"]:
+            _refuse_mismatches(json.loads((out / "report.json").read_text()), out)
             return StageResult("evaluate", str(out), skipped=True, summary=manifest["counts"])
         prompts = held_out_prompts(cfg, tokens)
         dtype = (
@@ -80,9 +86,9 @@ def run(cfg: RunConfig) -> StageResult:
         manifest = manifests.finish(
             out, manifest, entries, {f"tau_{name}": m["tau_pooled"] for name, m in methods.items()}
         )
-    print(report.table(result))
-    print(f"report: {out / 'report.html'}")
-    _refuse_mismatches(methods, dtype, out)
+        print(report.table(result))
+        print(f"report: {out / 'report.html'}")
+        _refuse_mismatches(result, out)
     return StageResult("evaluate", str(out), summary=manifest["counts"])
 
 
@@ -244,12 +250,14 @@ def _report(
     }
 
 
-def _refuse_mismatches(methods: dict[str, Any], dtype: torch.dtype, out: Path) -> None:
-    """In fp32 a text may differ only at a near tie. In bf16 blocks and single tokens round
-    differently: reported, not refused.
+def _refuse_mismatches(result: dict[str, Any], out: Path) -> None:
+    """In fp32 a text may differ only at a near tie. In bf16 a block and a token round differently:
+    reported, not refused.
     """
+    methods = result["suites"][0]["methods"]
     wrong = {name: m["mismatches"] for name, m in methods.items() if m["mismatches"]}
-    if wrong and dtype == torch.float32:
+    if wrong and result["settings"]["compute_dtype"] == "float32":
         raise FaultFound(
-            f"speculative text differs from autoregressive text beyond near ties: {wrong}; see {out / 'report.json'}"
+            f"text that differs from the autoregressive text beyond near ties: {wrong}; see "
+            f"`differences` in {out / 'report.json'}"
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.core import RowPlan
-from draftsmith.store.shards import StoreReader, check_store
+from draftsmith.store.shards import StoreReader, check_same
 from draftsmith.target.rows import plan_rows
 
 
@@ -45,8 +45,8 @@ class StoreSource:
 
     def __init__(self, folder: Path, sample_ids: list[int], expected: dict[str, Any]) -> None:
         self._reader = StoreReader(folder)
-        check_store(self._reader.manifest["inputs"], expected, str(folder))
-        self.sample_ids = sample_ids
+        check_same(self._reader.manifest["inputs"], expected, "features made", str(folder))
+        self.sample_ids, self.expected = sample_ids, expected
         self.lengths = [self._reader.length(i) for i in sample_ids]
         self.digest: str = self._reader.manifest["digest"]
 

@@ -22,8 +22,7 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
     try:
         with disk_errors(path):
             write(temporary)
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
+            _sync(temporary)
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -43,9 +42,16 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         with disk_errors(path):
             yield temporary
+            for file in temporary.iterdir():
+                _sync(file)
             os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -58,7 +58,8 @@ def run(cfg: RunConfig) -> StageResult:
         shape = resolve_shape(cfg.drafter, info, taps, tokenizer, info.vocab_size)
         train_ids = [s.sample_id for s in tokenize_stage.read_samples(cfg, tokens, "train")]
         source = StoreSource(cfg.store, train_ids, extract.identity(info, taps, tokenizer))
-        manifest = manifests.begin(out, "checkpoints/1", _inputs(cfg, shape, store), remake=False)
+        inputs = {**source.expected, **_inputs(cfg, shape, store)}
+        manifest = manifests.begin(out, "checkpoints/1", inputs, remake=False)
         if manifest["complete"]:
             return StageResult("train", str(out), skipped=True, summary=manifest["counts"])
         steps = plan_steps(cfg.train, source, cfg.seed)
@@ -72,8 +73,8 @@ def run(cfg: RunConfig) -> StageResult:
                 "bytes": (final / "model.safetensors").stat().st_size,
             }
         }
-        manifest = manifests.finish(out, manifest, entries, {"steps": len(steps), **last})
-    return StageResult("train", str(out), summary=manifest["counts"])
+        manifest = manifests.finish(out, manifest, entries, {"steps": len(steps)})
+    return StageResult("train", str(out), summary={"steps": len(steps), **last})
 
 
 def _inputs(cfg: RunConfig, shape: DrafterShape, store: dict[str, Any]) -> dict[str, Any]:
@@ -112,9 +113,8 @@ def plan_steps(train: TrainConfig, source: StoreSource, seed: int) -> list[Step]
                 steps.append(Step(epoch, rows))
                 rows, held = [], 0
         if rows and (not steps or held >= train.tokens_per_step / 2 or steps[-1].epoch != epoch):
-            steps.append(
-                Step(epoch, rows)
-            )  # an epoch's remainder, unless it is too little for a gradient
+            # An epoch's remainder, unless it is too little for a gradient.
+            steps.append(Step(epoch, rows))
         if train.max_steps is not None and len(steps) >= train.max_steps:
             return steps[: train.max_steps]
     return steps
@@ -178,9 +178,8 @@ def train(
             guessed += leading_correct(loss.correct).sum()
             anchors += sum(len(a) for a in drawn)
             tokens += batch.num_tokens
-        for parameter in (
-            drafter.parameters()
-        ):  # the mean over the step's weighted slots, however they were batched
+        # The mean over the step's weighted slots, however they were batched.
+        for parameter in drafter.parameters():
             if parameter.grad is not None:
                 parameter.grad /= weight_sum.clamp_min(1e-9)
         norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.train.clip_norm)
@@ -235,7 +234,8 @@ def resume(out: Path, drafter: DFlash, optimizer: torch.optim.Optimizer) -> int:
 def prune(out: Path, keep: int) -> None:
     """Delete all but the newest checkpoints."""
     for path in checkpoints(out)[:-keep]:
-        shutil.rmtree(path)
+        gone = path.rename(out / f".{path.name}.tmp")  # half-deleted, it must not look whole
+        shutil.rmtree(gone)
 
 
 def _check_finite(

@@ -1,6 +1,7 @@
 """All stages on the real built-in target, in processes of their own: complete, resumable, skipped when done."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -101,10 +102,7 @@ def test_killed_in_every_stage_the_run_ends_with_the_same_bytes(finished, tmp_pa
         one, two = contents(finished / "run" / part), contents(run / part)
         assert set(one) == set(two)
         for name in one:
-            same = one[name] == two[name] or name.endswith(
-                "optimizer.pt"
-            )  # a zip with a folder name inside
-            assert same or name == "manifest.json", f"{part}/{name}"
+            assert one[name] == two[name], f"{part}/{name}"
     reports = [
         json.loads((r / "eval/report.json").read_text())["suites"][0]["methods"]
         for r in (finished / "run", run)
@@ -132,6 +130,19 @@ def test_changed_inputs_redo_cheap_stages_and_refuse_to_drop_expensive_ones(fini
         refused = command("run", config, f"--{key}", value)
         assert refused.returncode == 2 and what in refused.stderr, refused.stderr
         assert "Traceback" not in refused.stderr
+    other = command("evaluate", config, "--features.taps", "[1, 3, 4]")
+    assert other.returncode == 2 and "a drafter trained for something else" in other.stderr
+
+
+def test_text_that_differs_is_a_fault_each_time_it_is_asked_for(finished, tmp_path):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    path = tmp_path / "run/eval/report.json"
+    report = json.loads(path.read_text())
+    report["suites"][0]["methods"]["chain"]["mismatches"] = 1
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    again = command("evaluate", finished / "config.yaml", "--run", tmp_path / "run")
+    assert again.returncode == 1 and "beyond near ties: {'chain': 1}" in again.stderr
+    assert command("status", tmp_path / "run").returncode == 1
 
 
 def events(run: Path) -> list[dict]:

@@ -104,16 +104,16 @@ class StoreReader:
         return {name: self._files[file_name].get_slice(name)[start:end] for name in names}
 
 
-def check_store(inputs: dict[str, Any], expected: dict[str, Any], where: str) -> None:
-    """A store serves a configuration only if target, taps and tokenizer are the same. Raises
-    UserError naming what differs.
+def check_same(inputs: dict[str, Any], expected: dict[str, Any], what: str, where: str) -> None:
+    """Features and drafters serve a configuration only if target, taps and tokenizer are the same.
+    Raises UserError naming what differs.
     """
     found = {key: inputs.get(key) for key in expected}
     differing = manifests.differences(found, expected)
     if differing:
         raise UserError(
             where=where,
-            found=f"features made for something else ({'; '.join(differing)})",
+            found=f"{what} for something else ({'; '.join(differing)})",
             expected="the target, taps and tokenizer of this configuration",
-            remedy="Restore the configuration, point features.store elsewhere, or extract again.",
+            remedy="Restore the configuration, or use another `run:` or `features.store`.",
         )

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as hf_logging
 
 from draftsmith.config import TargetConfig
 from draftsmith.core import UserError
@@ -147,6 +148,9 @@ def load_target(target: TargetConfig, *, dtype: torch.dtype | None = None) -> Pr
     """The target with its lm_head, frozen, in eval mode, on its device."""
     dtype = dtype or getattr(torch, target.dtype)
     device = device_of(target)
+    hf_logging.disable_progress_bar()
+    if device.type == "cpu":
+        hf_logging.set_verbosity_error()  # it would advise kernels that need a GPU
     with torch.device(device):
         model = _guarded(
             target,
