@@ -102,14 +102,10 @@ def _overrides(args: list[str]) -> dict[str, Any]:
 
 
 def _config_help(command: str, *, asked: bool) -> int:
-    import tyro
+    from draftsmith import config
 
-    from draftsmith.config import RunConfig
-
-    print(
-        f"usage: draftsmith {command} CONFIG [--section.key VALUE ...]\n\nKeys of the configuration:"
-    )
-    print(tyro.extras.get_parser(RunConfig).format_help().partition("\n\n")[2])
+    print(f"usage: draftsmith {command} CONFIG [--section.key VALUE ...]\n\nKeys, with defaults:\n")
+    print("\n".join(config.describe()))
     return GOOD if asked else WRONG_USE
 
 

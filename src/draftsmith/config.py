@@ -6,6 +6,7 @@ loads.
 """
 
 import difflib
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,7 +37,7 @@ Greedy = Annotated[float, AfterValidator(_greedy)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class TargetConfig(_Model):
@@ -347,6 +348,24 @@ def _known_keys(path: list[Any]) -> list[str]:
         elif isinstance(model.model_fields[part].annotation, type):
             model = model.model_fields[part].annotation
     return list(model.model_fields)
+
+
+def describe(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """A line a key for --help: name, default, what it is."""
+    lines = []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, _Model):
+            lines += describe(kind, f"{prefix}{name}.")
+            continue
+        default = "required" if field.is_required() else json.dumps(field.default)
+        text = " ".join((field.description or "").split())
+        lines.append(
+            f"  --{prefix}{name:<{max(1, 32 - len(prefix))}} {default:<14} {text}".rstrip()
+        )
+        if name == "sources":
+            lines += describe(SourceConfig, f"{prefix}{name}.0.")
+    return lines
 
 
 def _set(data: dict[str, Any], key: str, value: Any) -> None:

@@ -258,3 +258,11 @@ def test_status_of_no_run(tmp_path, capsys):
 def test_errors_are_one_line():
     error = UserError(where="a.b", found="x", expected="y", remedy="Do z.")
     assert str(error) == "a.b: found x; expected y. Do z."
+
+
+def test_help_lists_every_key(capsys):
+    assert main(["train", "--help"]) == 0
+    said = capsys.readouterr().out
+    for key in ("--run", "--target.model", "--prepare.sources.0.path", "--train.lr", "--evaluate.methods"):
+        assert key in said
+    assert main(["train"]) == 2, "a stage needs a configuration"
