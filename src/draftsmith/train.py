@@ -99,25 +99,23 @@ def frozen_weights(cfg: RunConfig) -> tuple[Tensor, Tensor, float]:
 
 
 def plan_steps(train: TrainConfig, source: StoreSource, seed: int) -> list[Step]:
-    """Every optimizer step of the run: micro-batches gathered until they hold `tokens_per_step`
-    target tokens.
+    """Every optimizer step of the run: micro-batches gathered up to `tokens_per_step` target tokens
+    (a micro-batch that holds more is a step of its own).
     """
     steps: list[Step] = []
     for epoch in range(train.epochs):
         plan = source.plan(tokens_per_batch=train.micro_batch_tokens, seed=seed, epoch=epoch)
-        rows, held = [], 0
+        rows: list[list[int]] = []
+        held = 0
         for row in plan.rows:
-            rows.append(row)
-            held += sum(source.lengths[i] for i in row)
-            if held >= train.tokens_per_step:
+            tokens = sum(source.lengths[i] for i in row)
+            if rows and held + tokens > train.tokens_per_step:
                 steps.append(Step(epoch, rows))
                 rows, held = [], 0
-        if rows and (not steps or held >= train.tokens_per_step / 2 or steps[-1].epoch != epoch):
-            # An epoch's remainder, unless it is too little for a gradient.
-            steps.append(Step(epoch, rows))
-        if train.max_steps is not None and len(steps) >= train.max_steps:
-            return steps[: train.max_steps]
-    return steps
+            rows.append(row)
+            held += tokens
+        steps.append(Step(epoch, rows))
+    return steps[: train.max_steps]
 
 
 def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
