@@ -15,6 +15,7 @@ import yaml
 
 from draftsmith import __version__
 from draftsmith.core import FaultFound, Stopped, UserError
+from draftsmith.signals import sigterm_unwinds
 
 GOOD, FAILED, WRONG_USE, STALLED, STOPPED = range(5)
 STAGES = {
@@ -33,15 +34,16 @@ def main(argv: list[str] | None = None) -> int:
     args = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
-        return _dispatch(args)
+        with sigterm_unwinds():
+            return _dispatch(args)
     except UserError as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         return WRONG_USE
     except FaultFound as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         return FAILED
-    except Stopped as error:
-        print(f"draftsmith: {error}", file=sys.stderr)
+    except (Stopped, KeyboardInterrupt) as error:
+        print(f"draftsmith: stopped ({error or 'interrupted'})", file=sys.stderr)
         return STOPPED
 
 
@@ -97,7 +99,16 @@ def _overrides(args: list[str]) -> dict[str, Any]:
                 expected="--section.key VALUE",
                 remedy="`draftsmith COMMAND --help` lists the keys.",
             )
-        out[key[2:]] = yaml.safe_load(value if equals else rest.pop(0))
+        text = value if equals else rest.pop(0)
+        try:
+            out[key[2:]] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise UserError(
+                where=key,
+                found=repr(text),
+                expected="a YAML value",
+                remedy="Check brackets and quotes.",
+            ) from None
     return out
 
 

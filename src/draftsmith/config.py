@@ -37,7 +37,9 @@ Greedy = Annotated[float, AfterValidator(_greedy)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class TargetConfig(_Model):
@@ -101,6 +103,15 @@ class TokenizeConfig(_Model):
     """What happens to longer ones."""
     template_kwargs: dict[str, Any] = {"enable_thinking": False}
     """Variables for the chat template, in training as in serving."""
+
+    @field_validator("template_kwargs")
+    @classmethod
+    def _plain(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(kwargs)
+        except TypeError as error:
+            raise ValueError(f"plain values only; quote dates ({error})") from None
+        return kwargs
 
 
 class FeaturesConfig(_Model):
@@ -182,7 +193,7 @@ class TrainConfig(_Model):
     """Passes over the training samples."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
     """Stop after this many optimizer steps; the schedule ends there."""
-    lr: Annotated[float, Field(gt=0)] = 6.0e-4
+    lr: Annotated[float, Field(gt=0, le=1)] = 6.0e-4
     """Peak learning rate (AdamW, cosine to zero)."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.04
     """Share of the steps in which the rate rises."""
@@ -211,7 +222,7 @@ class TrainConfig(_Model):
 
 
 class EvaluateConfig(_Model):
-    suites: list[Literal["held_out"]] = ["held_out"]
+    suites: Annotated[list[Literal["held_out"]], Field(min_length=1)] = ["held_out"]
     """Prompt sets."""
     methods: Annotated[list[Method], Field(min_length=1)] = ["ar", "lookup", "chain"]
     """ar and lookup need no drafter; untrained and shuffled (another sample's features) are
@@ -219,7 +230,7 @@ class EvaluateConfig(_Model):
     """
     max_prompts: Annotated[int, Field(ge=1)] = 128
     """Prompts a suite, chosen by hash."""
-    max_new_tokens: Annotated[int, Field(ge=1)] = 2048
+    max_new_tokens: Annotated[int, Field(ge=2)] = 2048
     temperature: Greedy = 0.0
     """Greedy."""
     tree_budget: Annotated[int, Field(ge=1)] = 64
@@ -254,7 +265,7 @@ class RunConfig(_Model):
     """The run's folder."""
     mirror: None = None
     """Where data and checkpoints are copied to; not in this version."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     target: TargetConfig
     prepare: PrepareConfig
     regenerate: RegenerateConfig = RegenerateConfig()
@@ -267,15 +278,43 @@ class RunConfig(_Model):
     export: ExportConfig = ExportConfig()
     engine: EngineConfig = EngineConfig()
 
+    @model_validator(mode="after")
+    def _store_is_no_stages_folder(self) -> "RunConfig":
+        mine = {self.root / name for name in ("data", "checkpoints", "eval", "export")}
+        store = self.store.absolute()
+        if (
+            any(store.is_relative_to(folder.absolute()) for folder in mine)
+            or store == self.root.absolute()
+        ):
+            raise ValueError(
+                f"features.store {self.store} lies in a folder that another stage remakes"
+            )
+        return self
+
     @property
     def root(self) -> Path:
         """The run's folder as a path."""
-        return Path(self.run)
+        return Path(self.run).expanduser()
 
     @property
     def store(self) -> Path:
         """Where the features are."""
-        return Path(self.features.store) if self.features.store else self.root / "features"
+        return (
+            Path(self.features.store).expanduser()
+            if self.features.store
+            else self.root / "features"
+        )
+
+
+class _Strict(yaml.SafeLoader):
+    """YAML in which a key given twice is an error, not silently the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key '{key}' is given twice {node.start_mark}")
+        return super().construct_mapping(node, deep)
 
 
 def load(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
@@ -283,7 +322,7 @@ def load(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
     anything wrong.
     """
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _Strict)
     except FileNotFoundError:
         raise UserError(
             where=str(path),
@@ -291,7 +330,7 @@ def load(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
             expected="a YAML configuration",
             remedy="Check the path.",
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UserError(
             where=str(path),
             found=f"text that is not YAML ({' '.join(str(error).split())})",
@@ -328,13 +367,18 @@ def with_overrides(data: dict[str, Any], overrides: dict[str, Any], *, where: st
 
 
 def _describe(fault: Any) -> tuple[str, str, str]:
-    names = [part for part in fault["loc"] if isinstance(part, int) or str(part).isidentifier()]
+    *parents, last = fault["loc"] or ("",)
+    unknown = fault["type"] == "extra_forbidden"
+    # pydantic adds the tried alternatives of a union to the path: those are no keys
+    names = [part for part in parents if isinstance(part, int) or str(part).isidentifier()]
+    if unknown or isinstance(last, int) or str(last).isidentifier():
+        names.append(last)
     key = ".".join(str(part) for part in names)
-    if fault["type"] == "extra_forbidden":
+    if unknown:
         known = _known_keys(names[:-1])
-        close = difflib.get_close_matches(str(names[-1]), known, n=1)
+        close = difflib.get_close_matches(str(last), known, n=1)
         hint = f"{close[0]} (did you mean that?)" if close else "one of " + ", ".join(known)
-        return key, f"the unknown key '{names[-1]}'", hint
+        return key, f"the unknown key '{last}'", hint
     if fault["type"] == "missing":
         return key, "nothing", "a value: the key is required"
     return key, repr(fault["input"])[:200], fault["msg"].removeprefix("Value error, ")
@@ -371,16 +415,22 @@ def describe(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
 def _set(data: dict[str, Any], key: str, value: Any) -> None:
     *parents, leaf = key.split(".")
     node: Any = data
-    for part in parents:
-        node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-        if not isinstance(node, (dict, list)):
-            raise UserError(
-                where=f"--{key}",
-                found=f"'{part}', which has no keys below it",
-                expected="a config key",
-                remedy="See --help.",
-            )
-    if isinstance(node, list):
-        node[int(leaf)] = value
-    else:
-        node[leaf] = value
+    try:
+        for part in parents:
+            if isinstance(node, list):
+                node = node[int(part)]
+            else:
+                # a mapping's own default, such as template_kwargs, is kept beside the new key
+                default = TokenizeConfig().template_kwargs if part == "template_kwargs" else {}
+                node = node.setdefault(part, dict(default))
+        if isinstance(node, list):
+            node[int(leaf)] = value
+        else:
+            node[leaf] = value
+    except (IndexError, ValueError, TypeError, AttributeError):
+        raise UserError(
+            where=f"--{key}",
+            found="a key with nothing at that place",
+            expected="a config key",
+            remedy="See --help.",
+        ) from None

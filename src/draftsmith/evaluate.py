@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import draftsmith.tokenize as tokenize_stage
-from draftsmith import extract, files, report, train
+from draftsmith import files, report, train
 from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig
 from draftsmith.core import FaultFound, Sample, StageResult, UserError
@@ -29,9 +29,14 @@ from draftsmith.drafter.checkpoint import load_drafter, read_shape
 from draftsmith.drafter.model import DFlash
 from draftsmith.metrics import summarize
 from draftsmith.monitor.state import StageReport, stage_report
-from draftsmith.store.shards import check_same
-from draftsmith.target.load import eos_ids, inspect_target, load_target, load_tokenizer, unembed
-from draftsmith.target.taps import resolve_taps
+from draftsmith.target.load import (
+    device_of,
+    eos_ids,
+    inspect_target,
+    load_target,
+    load_tokenizer,
+    unembed,
+)
 
 DRAFTED = ("chain", "untrained", "shuffled")
 EXAMPLES = 3  # texts shown in the report
@@ -47,17 +52,16 @@ def run(cfg: RunConfig) -> StageResult:
     greedy text differs.
     """
     out = folder(cfg)
-    tokens = manifests.required(tokenize_stage.folder(cfg), "tokenize")
-    trained = manifests.required(train.folder(cfg), "train")
+    tokens, trained = tokenize_stage.finished(cfg), train.finished(cfg)
+    dtype_name = cfg.target.dtype if cfg.evaluate.dtype == "target" else cfg.evaluate.dtype
     with stage_report(cfg.root, "evaluate") as stage:
         info, tokenizer = inspect_target(cfg.target), load_tokenizer(cfg.target)
-        same = extract.identity(info, resolve_taps(cfg.features, info.num_layers), tokenizer)
-        check_same(trained["inputs"], same, "a drafter trained", str(train.folder(cfg)))
         inputs = {
-            **same,
             "drafter": trained["digest"],
             "tokens": tokens["digest"],
             "seed": cfg.seed,
+            "compute_dtype": dtype_name,
+            "device": device_of(cfg.target).type,
             **cfg.evaluate.model_dump(exclude={"tree_budget"}),
         }
         manifest = manifests.begin(out, "eval/1", inputs, remake=True)
@@ -65,9 +69,7 @@ def run(cfg: RunConfig) -> StageResult:
             _refuse_mismatches(json.loads((out / "report.json").read_text()), out)
             return StageResult("evaluate", str(out), skipped=True, summary=manifest["counts"])
         prompts = held_out_prompts(cfg, tokens)
-        dtype = (
-            torch.float32 if cfg.evaluate.dtype == "float32" else getattr(torch, cfg.target.dtype)
-        )
+        dtype = getattr(torch, dtype_name)
         target = load_target(cfg.target, dtype=dtype)
         eos = eos_ids(target.config, tokenizer, cfg.target)
         stage.working(len(prompts) * len(cfg.evaluate.methods), "answers")
@@ -106,18 +108,19 @@ def last_checkpoint(cfg: RunConfig) -> Path:
 
 
 def held_out_prompts(cfg: RunConfig, tokens: dict[str, Any]) -> list[Sample]:
-    """At most `evaluate.max_prompts` held-out samples, by their order in the data, which is no
-    order at all for a hash split.
-    """
+    """At most `evaluate.max_prompts` held-out samples, chosen by a hash of the prompt's tokens."""
     samples = tokenize_stage.read_samples(cfg, tokens, "held_out")
-    if not samples:
+    need = 2 if "shuffled" in cfg.evaluate.methods else 1
+    chosen = sorted(samples, key=lambda s: files.digest([cfg.seed, prompt_of(s)]))
+    if len(chosen[: cfg.evaluate.max_prompts]) < need:
         raise UserError(
             where="evaluate.suites",
-            found="no held-out prompt with an answer",
-            expected="at least one",
-            remedy="Raise prepare.held_out.",
+            found=f"{len(samples)} held-out prompts with an answer, {cfg.evaluate.max_prompts} asked for",
+            expected=f"at least {need}"
+            + (": shuffled needs another sample's features" if need > 1 else ""),
+            remedy="Raise prepare.held_out or evaluate.max_prompts.",
         )
-    return sorted(samples, key=lambda s: s.sample_id)[: cfg.evaluate.max_prompts]
+    return chosen[: cfg.evaluate.max_prompts]
 
 
 def prompt_of(sample: Sample) -> list[int]:
@@ -147,9 +150,8 @@ def measure(
             max_new_tokens=cfg.evaluate.max_new_tokens,
             loop_ngram=cfg.evaluate.loop_ngram,
         )
-        drafted = method in DRAFTED
-        session = TargetSession(target, taps if drafted or method == "ar" else [])
-        return speculate(session, prompt_of(sample), proposer, end, record=method == "ar")
+        session = TargetSession(target, taps if method in DRAFTED else [])
+        return speculate(session, prompt_of(sample), proposer, end)
 
     decode("ar", prompts[0], NoProposer())  # warm up
     done = 0
@@ -166,11 +168,17 @@ def measure(
                 )
             elif method in DRAFTED:
                 traces[method].append(decode(method, sample, DraftProposer(drafters[method])))
-        traces["ar"][-1].features.clear()
         done += len(traces)
         if stage:
             shown = {f"tau_{m}": _running_tau(traces[m]) for m in cfg.evaluate.methods if m != "ar"}
             stage.progress(done, **shown)
+    if not any(trace.emitted for trace in traces["ar"]):
+        raise UserError(
+            where="evaluate",
+            found="no answer of more than one token",
+            expected="something to draft",
+            remedy="Look at the answers (RUN/data/answers), or use other prompts.",
+        )
     return traces
 
 

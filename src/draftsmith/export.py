@@ -5,11 +5,11 @@ and checked.
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from draftsmith import evaluate, files, train
-from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig
 from draftsmith.core import StageResult
 from draftsmith.drafter.checkpoint import load_drafter, save_drafter
@@ -24,11 +24,11 @@ def folder(cfg: RunConfig) -> Path:
 def run(cfg: RunConfig) -> StageResult:
     """Write config.json and bf16 model.safetensors; load them again and compare every tensor."""
     out = folder(cfg)
-    trained = manifests.required(train.folder(cfg), "train")
+    trained = train.finished(cfg)
     with stage_report(cfg.root, "export") as report:
         marker = cfg.root / "export.json"
         inputs = {"drafter": trained["digest"], "layout": cfg.export.layout}
-        if out.exists() and marker.exists() and json.loads(marker.read_text()) == inputs:
+        if _complete(out, marker, inputs):
             return StageResult("export", str(out), skipped=True, summary={"path": str(out)})
         report.working(1, "exports")
         drafter = load_drafter(evaluate.last_checkpoint(cfg))
@@ -41,9 +41,21 @@ def run(cfg: RunConfig) -> StageResult:
                 assert torch.equal(again.state_dict()[name], tensor.bfloat16().float()), (
                     f"{name} changed on its way to disk"
                 )
-        files.write_json(marker, inputs)
+        sizes = {path.name: path.stat().st_size for path in out.iterdir()}
+        files.write_json(marker, {"inputs": inputs, "sizes": sizes})
         report.progress(1)
-        size = (out / "model.safetensors").stat().st_size
+        size = sizes["model.safetensors"]
     return StageResult(
         "export", str(out), summary={"bytes": size, "tensors": len(drafter.state_dict())}
     )
+
+
+def _complete(out: Path, marker: Path, inputs: dict[str, Any]) -> bool:
+    """Whether the export was made from these inputs and is all there."""
+    try:
+        made = json.loads(marker.read_text())
+        return made["inputs"] == inputs and all(
+            (out / name).stat().st_size == size for name, size in made["sizes"].items()
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        return False

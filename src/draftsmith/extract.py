@@ -30,6 +30,7 @@ from draftsmith.target.load import (
     load_tokenizer,
     text_decoder,
     tokenizer_digest,
+    unembed,
 )
 from draftsmith.target.rows import plan_rows
 from draftsmith.target.taps import capture, decoder_layers, resolve_taps, stack_taps
@@ -39,7 +40,7 @@ PAD_ID = 0  # any row of the embedding: nothing real ever sees it
 
 def run(cfg: RunConfig) -> StageResult:
     """Extract features of both splits into the store."""
-    tokens = manifests.required(tokenize_stage.folder(cfg), "tokenize")
+    tokens = tokenize_stage.finished(cfg)
     with stage_report(cfg.root, "extract") as report:
         info = inspect_target(cfg.target)
         taps = resolve_taps(cfg.features, info.num_layers)
@@ -76,16 +77,21 @@ def run(cfg: RunConfig) -> StageResult:
     return StageResult("extract", str(cfg.store), summary=manifest["counts"])
 
 
-def identity(info: TargetInfo, taps: list[int], tokenizer: Any) -> dict[str, Any]:
-    """What a store must share with whoever reads it."""
-    return {"target": info.identity(), "taps": taps, "tokenizer": tokenizer_digest(tokenizer)}
+def finished(cfg: RunConfig) -> dict[str, Any]:
+    """The manifest of the complete store for this configuration, or a UserError."""
+    info = inspect_target(cfg.target)
+    taps = resolve_taps(cfg.features, info.num_layers)
+    inputs = _inputs(cfg, info, taps, tokenize_stage.finished(cfg))
+    return manifests.required(cfg.store, "extract", inputs)
 
 
 def _inputs(
     cfg: RunConfig, info: TargetInfo, taps: list[int], tokens: dict[str, Any]
 ) -> dict[str, Any]:
     return {
-        **identity(info, taps, load_tokenizer(cfg.target)),
+        "target": info.identity(),
+        "taps": taps,
+        "tokenizer": tokenizer_digest(load_tokenizer(cfg.target)),
         "tokens": tokens["digest"],
         "convention": "tap i = raw output of 0-based decoder layer i = HF hidden_states[i+1]",
         "final": cfg.features.final,
@@ -153,6 +159,7 @@ def _extract(
     report: StageReport,
 ) -> None:
     model = load_target(cfg.target)
+    unembed(model)  # a head the drafter cannot share is better refused before the work
     forward = StatesForward(model, taps, cfg.features.final, getattr(torch, cfg.features.dtype))
     done = report.state["done"]
     for index in missing:

@@ -4,14 +4,13 @@ same batches.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.core import RowPlan
-from draftsmith.store.shards import StoreReader, check_same
+from draftsmith.store.shards import StoreReader
 from draftsmith.target.rows import plan_rows
 
 
@@ -43,12 +42,10 @@ class StoreSource:
     epoch.
     """
 
-    def __init__(self, folder: Path, sample_ids: list[int], expected: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, sample_ids: list[int]) -> None:
         self._reader = StoreReader(folder)
-        check_same(self._reader.manifest["inputs"], expected, "features made", str(folder))
-        self.sample_ids, self.expected = sample_ids, expected
+        self.sample_ids = sample_ids
         self.lengths = [self._reader.length(i) for i in sample_ids]
-        self.digest: str = self._reader.manifest["digest"]
 
     def plan(self, *, tokens_per_batch: int, seed: int, epoch: int) -> RowPlan:
         """The micro-batches of an epoch; rows hold positions into `sample_ids`."""

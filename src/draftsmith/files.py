@@ -12,6 +12,9 @@ from typing import Any
 
 from draftsmith.core import UserError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_WORDS = ("No space left on device", "File too large")  # libraries that lose the number
+
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
     """Call `write` with a temporary name in the same folder, sync, rename. A full disk is a
@@ -60,8 +63,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or "No space left on device" in str(error):
+        full = isinstance(error, OSError) and error.errno in FULL
+        if full or any(words in str(error) for words in FULL_WORDS):
             free = shutil.disk_usage(path.parent if path.parent.exists() else Path(".")).free
             raise UserError(
                 where=str(path),

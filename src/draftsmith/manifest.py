@@ -23,8 +23,10 @@ def read(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        manifest = json.loads(path.read_text())
+        assert {"kind", "complete", "inputs", "files"} <= set(manifest), "not a manifest"
+        return manifest
+    except (ValueError, TypeError, AssertionError) as error:
         raise UserError(
             where=str(path),
             found=f"broken JSON ({error})",
@@ -41,6 +43,10 @@ def begin(folder: Path, kind: str, inputs: dict[str, Any], *, remake: bool) -> d
     differs.
     """
     inputs = json.loads(json.dumps(inputs))
+    if folder.exists() and not folder.is_dir():
+        raise UserError(
+            where=str(folder), found="a file", expected="a folder", remedy="Move it away."
+        )
     manifest = read(folder)
     if (
         manifest is None
@@ -71,10 +77,7 @@ def begin(folder: Path, kind: str, inputs: dict[str, Any], *, remake: bool) -> d
         manifest = {"kind": kind, "complete": False, "inputs": inputs, "files": {}, "counts": {}}
         write_json(folder / NAME, manifest)
     elif manifest["complete"]:
-        manifest["complete"] = all(
-            (folder / name).exists() and (folder / name).stat().st_size == entry["bytes"]
-            for name, entry in manifest["files"].items()
-        )
+        manifest["complete"] = not _missing(folder, manifest)
     remove_leftovers(folder)
     return manifest
 
@@ -100,17 +103,49 @@ def finish(
     return done
 
 
-def required(folder: Path, stage: str) -> dict[str, Any]:
-    """The complete manifest a later stage stands on."""
+def required(folder: Path, stage: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The complete manifest a later stage stands on, made for these inputs and with all its files.
+
+    Raises UserError when there is none, or when it belongs to another configuration or data: a
+    stage run by itself must not mix what does not belong together.
+    """
     manifest = read(folder)
+    remedy = f"Run `draftsmith {stage} CONFIG` first."
     if manifest is None or not manifest["complete"]:
+        found = "no complete output" if manifest is None else "an unfinished output"
+        raise UserError(
+            where=str(folder), found=found, expected=f"what `{stage}` writes", remedy=remedy
+        )
+    changes = differences(manifest["inputs"], json.loads(json.dumps(inputs)))
+    if changes:
         raise UserError(
             where=str(folder),
-            found="no complete output" if manifest is None else "an unfinished output",
-            expected=f"what `draftsmith {stage}` writes",
-            remedy=f"Run `draftsmith {stage} CONFIG` first.",
+            found=f"work made for other inputs ({'; '.join(changes)})",
+            expected=f"what `{stage}` writes for this configuration and data",
+            remedy=f"Restore them, or run `draftsmith {stage} CONFIG` again.",
+        )
+    for name in _missing(folder, manifest):
+        raise UserError(
+            where=str(folder / name), found="no such file", expected="a whole output", remedy=remedy
         )
     return manifest
+
+
+def _missing(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Files of a complete output that are gone. Raises UserError for one of another size."""
+    missing = []
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        if not path.exists():
+            missing.append(name)
+        elif path.stat().st_size != entry["bytes"]:
+            raise UserError(
+                where=str(path),
+                found=f"{path.stat().st_size} bytes",
+                expected=f"{entry['bytes']}, as it was written",
+                remedy="The file is damaged: delete it and run the stage that wrote it again.",
+            )
+    return missing
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[str]:

@@ -9,7 +9,7 @@ import yaml
 import draftsmith.tokenize as tokenize_stage
 from draftsmith import evaluate, export, extract, prepare, regenerate, train
 from draftsmith.config import RunConfig
-from draftsmith.core import StageResult
+from draftsmith.core import StageResult, UserError
 from draftsmith.files import write_atomic
 from draftsmith.monitor.state import more_stages
 
@@ -27,8 +27,13 @@ STAGES: dict[str, Callable[[RunConfig], StageResult]] = {
 def run(cfg: RunConfig, stages: list[str] | None = None) -> list[StageResult]:
     """Run these stages (default: all). The resolved configuration is saved as RUN/run.yaml."""
     names = stages or [name for name in STAGES if name != "regenerate" or cfg.regenerate.enabled]
-    text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
-    write_atomic(cfg.root / "run.yaml", lambda path: path.write_text(text))
+    if stages is None and not cfg.prepare.held_out:
+        raise UserError(
+            where="prepare.held_out",
+            found="0",
+            expected="prompts to evaluate on",
+            remedy="Raise it, or run the stages before evaluate one by one.",
+        )
     results = []
     for name in names:
         started = time.perf_counter()
@@ -37,10 +42,17 @@ def run(cfg: RunConfig, stages: list[str] | None = None) -> list[StageResult]:
             result = STAGES[name](cfg)
         finally:
             more_stages.reset(more)
+        _save_config(cfg)
         took = "already complete" if result.skipped else f"{time.perf_counter() - started:.1f} s"
         print(f"{name:<11}{took:>17}  {_summary(result)}", flush=True)
         results.append(result)
     return results
+
+
+def _save_config(cfg: RunConfig) -> None:
+    """RUN/run.yaml, once a stage has accepted the configuration."""
+    text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
+    write_atomic(cfg.root / "run.yaml", lambda path: path.write_text(text))
 
 
 def _summary(result: StageResult) -> str:

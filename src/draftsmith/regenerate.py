@@ -35,7 +35,7 @@ def folder(cfg: RunConfig) -> Path:
 def run(cfg: RunConfig) -> StageResult:
     """Answer all prompts of both splits."""
     out = folder(cfg)
-    conversations = manifests.required(prepare.folder(cfg), "prepare")
+    conversations = prepare.finished(cfg)
     with stage_report(cfg.root, "regenerate") as report:
         tokenizer = load_tokenizer(cfg.target)
         manifest = manifests.begin(
@@ -59,6 +59,12 @@ def run(cfg: RunConfig) -> StageResult:
             out, manifest, entries, {"answers": len(prompts), "too_long": too_long, **counts}
         )
     return StageResult("regenerate", str(out), summary=manifest["counts"])
+
+
+def finished(cfg: RunConfig) -> dict[str, Any]:
+    """The manifest of the complete output for this configuration, or a UserError."""
+    inputs = _inputs(cfg, prepare.finished(cfg), load_tokenizer(cfg.target))
+    return manifests.required(folder(cfg), "regenerate", inputs)
 
 
 def _inputs(cfg: RunConfig, conversations: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -88,7 +94,7 @@ def _render_all(
             json.loads(row["messages"]),
             tools,
             cfg.tokenize.template_kwargs,
-            where=row["origin"],
+            where=prepare.place(cfg, row),
         )
         if len(ids) < cfg.tokenize.max_length_tokens:
             prompts[row["sample_id"]] = ids

@@ -78,8 +78,8 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def read_losses(root: Path) -> list[dict[str, float]]:
-    """The training steps that events.jsonl recorded; a resumed run's repeated steps count once, the
-    latest.
+    """The training steps that events.jsonl recorded. Training that began again, from a checkpoint
+    or from nothing, replaces what was recorded after that point.
     """
     path = root / "events.jsonl"
     steps: dict[int, dict[str, float]] = {}
@@ -88,6 +88,8 @@ def read_losses(root: Path) -> list[dict[str, float]]:
             event = json.loads(text)
         except json.JSONDecodeError:  # a line cut by kill -9
             continue
+        if event["kind"] == "working" and event["stage"] == "train":
+            steps = {step: kept for step, kept in steps.items() if step <= event["done"]}
         if event["kind"] == "step":
             steps[event["step"]] = event
     return [steps[step] for step in sorted(steps)]

@@ -5,7 +5,9 @@ Random anchors in the supervised text, slot-weighted cross-entropy, AdamW with f
 was killed goes on from its last checkpoint with the same numbers.
 """
 
+import io
 import math
+import pickle
 import shutil
 import time
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ import draftsmith.tokenize as tokenize_stage
 from draftsmith import extract, files
 from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig, TrainConfig
-from draftsmith.core import StageResult, UserError
+from draftsmith.core import Sample, StageResult, UserError
 from draftsmith.drafter.blocks import draw_anchors, make_blocks, slot_weights
 from draftsmith.drafter.checkpoint import load_drafter, save_drafter
 from draftsmith.drafter.config import DrafterShape, resolve_shape
@@ -50,18 +52,15 @@ def folder(cfg: RunConfig) -> Path:
 def run(cfg: RunConfig) -> StageResult:
     """Train to the end of the schedule; go on from the newest checkpoint if there is one."""
     out = folder(cfg)
-    tokens = manifests.required(tokenize_stage.folder(cfg), "tokenize")
-    store = manifests.required(cfg.store, "extract")
+    tokens, store = tokenize_stage.finished(cfg), extract.finished(cfg)
     with stage_report(cfg.root, "train") as report:
-        info, tokenizer = inspect_target(cfg.target), load_tokenizer(cfg.target)
-        taps = resolve_taps(cfg.features, info.num_layers)
-        shape = resolve_shape(cfg.drafter, info, taps, tokenizer, info.vocab_size)
-        train_ids = [s.sample_id for s in tokenize_stage.read_samples(cfg, tokens, "train")]
-        source = StoreSource(cfg.store, train_ids, extract.identity(info, taps, tokenizer))
-        inputs = {**source.expected, **_inputs(cfg, shape, store)}
+        inputs, shape = _inputs(cfg, store)
         manifest = manifests.begin(out, "checkpoints/1", inputs, remake=False)
         if manifest["complete"]:
             return StageResult("train", str(out), skipped=True, summary=manifest["counts"])
+        samples = tokenize_stage.read_samples(cfg, tokens, "train")
+        _check_anchors(samples)
+        source = StoreSource(cfg.store, [sample.sample_id for sample in samples])
         steps = plan_steps(cfg.train, source, cfg.seed)
         drafter = DFlash(shape).init_weights(cfg.seed).to(device_of(cfg.target))
         drafter.share(*frozen_weights(cfg))
@@ -77,14 +76,32 @@ def run(cfg: RunConfig) -> StageResult:
     return StageResult("train", str(out), summary={"steps": len(steps), **last})
 
 
-def _inputs(cfg: RunConfig, shape: DrafterShape, store: dict[str, Any]) -> dict[str, Any]:
+def finished(cfg: RunConfig) -> dict[str, Any]:
+    """The manifest of the finished training of this configuration, or a UserError."""
+    return manifests.required(folder(cfg), "train", _inputs(cfg, extract.finished(cfg))[0])
+
+
+def _inputs(cfg: RunConfig, store: dict[str, Any]) -> tuple[dict[str, Any], DrafterShape]:
+    info, tokenizer = inspect_target(cfg.target), load_tokenizer(cfg.target)
+    taps = resolve_taps(cfg.features, info.num_layers)
+    shape = resolve_shape(cfg.drafter, info, taps, tokenizer, info.vocab_size)
     settings = cfg.train.model_dump(exclude={"log_every", "checkpoint_every", "keep_checkpoints"})
-    return {
-        "features": store["digest"],
-        "drafter": asdict(shape),
-        "train": settings,
-        "seed": cfg.seed,
-    }
+    inputs = {"features": store["digest"], "drafter": asdict(shape), "train": settings}
+    return {**inputs, "seed": cfg.seed}, shape
+
+
+def _check_anchors(samples: list[Sample]) -> None:
+    """An anchor needs two supervised tokens in a row: without any there is nothing to learn."""
+    for sample in samples:
+        mask = sample.loss_mask
+        if any(a and b for a, b in zip(mask, mask[1:], strict=False)):
+            return
+    raise UserError(
+        where="train",
+        found="no training sample with two supervised tokens in a row",
+        expected="answers of at least two tokens",
+        remedy="Raise regenerate.max_new_tokens or tokenize.max_length_tokens.",
+    )
 
 
 def frozen_weights(cfg: RunConfig) -> tuple[Tensor, Tensor, float]:
@@ -170,7 +187,8 @@ def train(
                     blocks.masks,
                 )
                 loss = block_loss(drafter, hidden, blocks)
-            loss.weighted_sum.backward()
+            if loss.weighted_sum.requires_grad:  # false when no slot of the micro-batch has a label
+                loss.weighted_sum.backward()
             loss_sum += loss.weighted_sum.detach()
             weight_sum += blocks.weights.sum()
             guessed += leading_correct(loss.correct).sum()
@@ -187,7 +205,7 @@ def train(
         done = number + 1
         if done % cfg.train.log_every == 0 or done == len(steps):
             last = {
-                "loss": (loss_sum / weight_sum).item(),
+                "loss": (loss_sum / weight_sum.clamp_min(1e-9)).item(),
                 "anchor_tau": 1 + (guessed / max(1, anchors)).item(),
                 "grad_norm": norm.item(),
                 "lr": optimizer.param_groups[0]["lr"],
@@ -211,12 +229,15 @@ def save(out: Path, drafter: DFlash, optimizer: torch.optim.Optimizer, step: int
     """checkpoints/step-N: fp32 drafter in z-lab's layout, and the optimizer's state. Appears whole."""
     with files.new_folder(out / f"step-{step}") as temporary:
         save_drafter(temporary, drafter, torch.float32)
-        torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+        buffer = io.BytesIO()  # torch.save to a file words a full disk as an internal error
+        torch.save(optimizer.state_dict(), buffer)
+        (temporary / "optimizer.pt").write_bytes(buffer.getvalue())
 
 
 def checkpoints(out: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
-    return sorted(out.glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+    found = [path for path in out.glob("step-*") if path.name[5:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def resume(out: Path, drafter: DFlash, optimizer: torch.optim.Optimizer) -> int:
@@ -225,8 +246,17 @@ def resume(out: Path, drafter: DFlash, optimizer: torch.optim.Optimizer) -> int:
     if not found:
         return 0
     drafter.load_state_dict(load_drafter(found[-1]).state_dict())
-    optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True))
-    return int(found[-1].name.split("-")[1])
+    path = found[-1] / "optimizer.pt"
+    try:
+        optimizer.load_state_dict(torch.load(path, weights_only=True))
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
+        raise UserError(
+            where=str(path),
+            found=f"no optimizer state ({type(error).__name__})",
+            expected="what training saved",
+            remedy=f"Delete {found[-1]}; training goes on from the checkpoint before.",
+        ) from error
+    return int(found[-1].name[5:])
 
 
 def prune(out: Path, keep: int) -> None:

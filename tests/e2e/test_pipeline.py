@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from runs import command, contents, kill_when, write_config
 from safetensors.torch import load_file
 
@@ -131,7 +132,16 @@ def test_changed_inputs_redo_cheap_stages_and_refuse_to_drop_expensive_ones(fini
         assert refused.returncode == 2 and what in refused.stderr, refused.stderr
         assert "Traceback" not in refused.stderr
     other = command("evaluate", config, "--features.taps", "[1, 3, 4]")
-    assert other.returncode == 2 and "a drafter trained for something else" in other.stderr
+    assert other.returncode == 2 and "taps was [1, 3, 5]" in other.stderr
+    other = command("evaluate", config, "--drafter.block_size", "8")
+    assert other.returncode == 2 and "block_size was 4, is now 8" in other.stderr
+    written = yaml.safe_load((finished / "run/run.yaml").read_text())
+    assert written["train"]["lr"] == 6e-4, "a refused configuration is not written down"
+    (finished / "run/export/model.safetensors").unlink()
+    assert command("export", config).returncode == 0
+    assert (finished / "run/export/model.safetensors").exists(), (
+        "an export without weights is remade"
+    )
 
 
 def test_text_that_differs_is_a_fault_each_time_it_is_asked_for(finished, tmp_path):
@@ -140,7 +150,9 @@ def test_text_that_differs_is_a_fault_each_time_it_is_asked_for(finished, tmp_pa
     report = json.loads(path.read_text())
     report["suites"][0]["methods"]["chain"]["mismatches"] = 1
     path.write_text(json.dumps(report, indent=1) + "\n")
-    again = command("evaluate", finished / "config.yaml", "--run", tmp_path / "run")
+    asked = report["settings"]["max_prompts"]
+    args = ["--run", tmp_path / "run", "--evaluate.max_prompts", asked]
+    again = command("evaluate", finished / "config.yaml", *args)
     assert again.returncode == 1 and "beyond near ties: {'chain': 1}" in again.stderr
     assert command("status", tmp_path / "run").returncode == 1
 

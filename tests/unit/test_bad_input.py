@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,15 @@ def path(tmp_path: Path) -> Path:
         ("evaluate", "methods", ["chain"], ["evaluate.methods", "must include ar"]),
         ("drafter", "layer_types", ["full_attention"], ["drafter", "1 entries for 2 layers"]),
         ("prepare", "sources", [], ["prepare.sources"]),
+        ("train", "max-steps", 3, ["train.max-steps", "max_steps (did you mean that?)"]),
+        ("train", "lr", float("inf"), ["train.lr", "finite"]),
+        ("evaluate", "suites", [], ["evaluate.suites"]),
+        (
+            "tokenize",
+            "template_kwargs",
+            {"date": date(2024, 7, 26)},
+            ["template_kwargs", "quote dates"],
+        ),
     ],
 )
 def test_a_wrong_value_names_its_key(path, capsys, section, key, value, words):
@@ -111,6 +121,16 @@ def test_a_file_that_is_no_configuration(tmp_path, capsys, text):
         ('{"messages": [{"role": "assistant", "content": "x"}]}', ["without a question"]),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": 3}', ["'tools'"]),
         ("[1, 2]", ["no list 'messages'"]),
+        (
+            '{"messages": [{"role": ["user"], "content": "x"}]}',
+            ["messages[0] without a known role"],
+        ),
+        ('{"messages": [{"role": "user", "content": "x"}], "source": 3}', ["'source'"]),
+        ('{"messages": [{"role": "user", "content": "x"}], "source": "\\ud800"}', ["'source'"]),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', ["not text"]),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"f": 1}]}]}', ["tool_calls"]),
+        ("[" * 100_000, ["not JSON"]),
+        ("9" * 5000, ["not JSON"]),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_line(path, capsys, line, words):
@@ -126,6 +146,9 @@ def test_bytes_that_do_not_decode_empty_and_missing_files(path, capsys):
     data = path.parent / "prompts.jsonl"
     data.write_bytes(data.read_bytes()[:50] + b"\xff\xfe\n")
     assert f"{data}:1" in refused(capsys, "prepare", path)
+    good = b'{"messages": [{"role": "user", "content": "x"}]}\n'
+    data.write_bytes(good * 3 + b"\xff\n")
+    assert f"{data}:4" in refused(capsys, "prepare", path), "the line, not where the reader began"
     data.write_text("")
     assert f"{data}:1: found an empty file" in refused(capsys, "prepare", path)
     data.unlink()
@@ -185,15 +208,24 @@ def test_a_conversation_that_the_template_refuses(path, capsys):
 
 
 def test_samples_without_supervised_tokens_are_counted_and_listed(path, capsys):
-    stages = ("prepare", "regenerate")
-    for stage in stages:
-        assert main([stage, str(path), "--tokenize.max_length_tokens", "256"]) == 0
-    # shorter than some prompts: the answer is cut away whole
-    assert main(["tokenize", str(path), "--tokenize.max_length_tokens", "48"]) == 0
+    rows = [("x " * n + "?", "an answer") for n in range(1, 60)]
+    data = path.parent / "prompts.jsonl"
+    data.write_text(
+        "".join(
+            json.dumps(
+                {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+            )
+            + "\n"
+            for q, a in rows
+        )
+    )
+    args = ["--regenerate.enabled", "false", "--tokenize.max_length_tokens", "48"]
+    assert main(["prepare", str(path), *args]) == main(["tokenize", str(path), *args]) == 0
     manifest = json.loads((path.parent / "run/data/tokens/manifest.json").read_text())
     count = manifest["counts"]["without_supervised_tokens"]
-    assert count > 0 and len(manifest["counts"]["listed_without_supervised_tokens"]) == count
-    assert manifest["files"]["part-00000.parquet"]["rows"] == 40 - count
+    assert 0 < count < 59
+    assert len(manifest["counts"]["listed_without_supervised_tokens"]) == count
+    assert manifest["files"]["part-00000.parquet"]["rows"] == 59 - count
 
 
 def test_a_store_made_for_something_else(path, capsys, tmp_path):
@@ -207,7 +239,7 @@ def test_a_store_made_for_something_else(path, capsys, tmp_path):
         model.model.layers[0].mlp.up_proj.weight += 0.5
     model.to(torch.bfloat16).save_pretrained(other)
     said = refused(capsys, "train", path, "--target.model", other)
-    assert "weights_digest" in said and "features" in said
+    assert "weights_digest" in said
     assert "taps" in refused(capsys, "train", path, "--features.taps", "[1, 2, 5]")
     text = (other / "tokenizer.json").read_text()
     for name in ("model.safetensors", "config.json", "generation_config.json"):
@@ -263,6 +295,93 @@ def test_errors_are_one_line():
 def test_help_lists_every_key(capsys):
     assert main(["train", "--help"]) == 0
     said = capsys.readouterr().out
-    for key in ("--run", "--target.model", "--prepare.sources.0.path", "--train.lr", "--evaluate.methods"):
+    for key in (
+        "--run",
+        "--target.model",
+        "--prepare.sources.0.path",
+        "--train.lr",
+        "--evaluate.methods",
+    ):
         assert key in said
     assert main(["train"]) == 2, "a stage needs a configuration"
+
+
+def test_keys_that_lead_nowhere(path, capsys):
+    for args in (
+        ["--prepare.sources.5.path", "x"],
+        ["--prepare.sources.first.path", "x"],
+        ["--seed.x", "1"],
+        ["--features.taps", "[1,2"],
+        ["--train.lr"],
+        ["--seed", "-1"],
+        ["--foo-bar", "1"],
+    ):
+        refused(capsys, "train", path, *args)
+    assert config.load(path, {"tokenize.template_kwargs.x": 1}).tokenize.template_kwargs == {"x": 1}
+    data = yaml.safe_load(path.read_text())
+    del data["tokenize"]["template_kwargs"]
+    path.write_text(yaml.safe_dump(data))
+    kept = config.load(path, {"tokenize.template_kwargs.x": 1}).tokenize.template_kwargs
+    assert kept == {"enable_thinking": False, "x": 1}, "the default stays beside a new variable"
+    path.write_text(path.read_text() + "seed: 1\nseed: 2\n")
+    assert "given twice" in refused(capsys, "train", path)
+    refused(capsys, "train", path.parent)
+
+
+@pytest.mark.parametrize("part", ["data", "eval", "export", "checkpoints/x"])
+def test_a_store_in_a_folder_that_is_remade(path, capsys, part):
+    store = path.parent / "run" / part
+    assert "remakes" in refused(capsys, "run", path, "--features.store", store)
+
+
+def test_a_run_that_is_a_file_or_has_nothing_to_evaluate_on(path, capsys):
+    (path.parent / "file").write_text("x")
+    assert "run: " in refused(capsys, "prepare", path, "--run", path.parent / "file")
+    assert "prepare.held_out" in refused(capsys, "run", path, "--prepare.held_out", "0")
+
+
+def test_stages_run_alone_do_not_mix_what_does_not_belong_together(path, capsys):
+    for stage in ("prepare", "regenerate", "tokenize", "extract"):
+        assert main([stage, str(path)]) == 0
+    assert main(["prepare", str(path), "--seed", "5"]) == 0
+    capsys.readouterr()
+    for stage in ("regenerate", "tokenize", "extract", "train"):
+        assert "data/" in refused(capsys, stage, path, "--seed", "5")
+        assert "seed was 5, is now 0" in refused(capsys, stage, path)
+    other = path.parent / "other"
+    args = ["--run", str(other), "--prepare.max_samples", "20"]
+    for stage in ("prepare", "regenerate", "tokenize"):
+        assert main([stage, str(path), *args]) == 0
+    capsys.readouterr()
+    said = refused(capsys, "train", path, *args, "--features.store", path.parent / "run/features")
+    assert "tokens was" in said, "another run's features"
+
+
+def test_a_target_without_some_weights_or_with_damaged_ones(path, capsys, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    other = tmp_path / "other"
+    shutil.copytree(assets() / "tiny-hybrid", other)
+    tensors = load_file(other / "model.safetensors")
+    kept = {name: t for name, t in tensors.items() if ".layers.3." not in name}
+    save_file(kept, other / "model.safetensors", metadata={"format": "pt"})
+    assert main(["prepare", str(path)]) == 0
+    capsys.readouterr()
+    said = refused(capsys, "regenerate", path, "--target.model", other)
+    assert "tensors missing" in said and "layers.3" in said
+    (other / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00garbage!")
+    assert "does not load" in refused(capsys, "regenerate", path, "--target.model", other)
+
+
+def test_answers_of_one_token_teach_nothing(path, capsys):
+    args = ["--regenerate.max_new_tokens", "1"]
+    for stage in ("prepare", "regenerate", "tokenize", "extract"):
+        assert main([stage, str(path), *args]) == 0
+    capsys.readouterr()
+    assert "two supervised tokens in a row" in refused(capsys, "train", path, *args)
+
+
+def test_a_sample_cut_to_one_answer_token_trains_along(path):
+    args = ["--tokenize.max_length_tokens", "64", "--train.micro_batch_tokens", "1"]
+    for stage in ("prepare", "regenerate", "tokenize", "extract", "train"):
+        assert main([stage, str(path), *args]) == 0

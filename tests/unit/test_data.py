@@ -6,11 +6,11 @@ import pytest
 from runs import write_config
 from transformers import AutoTokenizer
 
-from draftsmith import manifest as manifests
 from draftsmith import prepare, tables
 from draftsmith import tokenize as tokenize_stage
 from draftsmith.cli import main
 from draftsmith.config import load
+from draftsmith.core import UserError
 from draftsmith.tokenize.template import render_chat, render_prompt
 from tiny_models import assets
 
@@ -31,8 +31,8 @@ def prepared(tmp_path, rows: list[dict], **sections) -> list[dict]:
     path = write_config(tmp_path, **sections)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["prepare", str(path)]) == 0
-    folder = prepare.folder(load(path))
-    return list(tables.read_rows(folder, manifests.required(folder, "prepare")))
+    cfg = load(path)
+    return list(tables.read_rows(prepare.folder(cfg), prepare.finished(cfg)))
 
 
 def test_the_split_is_by_question_and_stable(tmp_path):
@@ -107,8 +107,7 @@ def test_data_answers_can_be_trained_on_without_regenerating(tmp_path, tokenizer
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["prepare", str(path)]) == 0 and main(["tokenize", str(path)]) == 0
     cfg = load(path)
-    manifest = manifests.required(tokenize_stage.folder(cfg), "tokenize")
-    samples = tokenize_stage.read_samples(cfg, manifest)
+    samples = tokenize_stage.read_samples(cfg, tokenize_stage.finished(cfg))
     texts = {
         tokenizer.decode([i for i, b in zip(s.input_ids, s.loss_mask, strict=True) if b])
         for s in samples
@@ -119,3 +118,50 @@ def test_data_answers_can_be_trained_on_without_regenerating(tmp_path, tokenizer
 def test_the_tokenizer_is_the_identity_on_text(tokenizer):
     for text in ("def f(x):\n\treturn  x\n", "naive cafe", "\u00e9\u4e2d\U0001f600", "  a   b\r\n"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_fields_that_are_no_part_of_the_question_do_not_split_it(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"question {i}", "id": f"{i}-{copy}"}]}
+        for i in range(30)
+        for copy in range(4)
+    ]
+    rows += [
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": f"question {i}"}]}]}
+        for i in range(30)
+    ]
+    assert len(prepared(tmp_path, rows)) == 30
+
+
+def test_tool_calls_reach_the_template_as_a_server_would_pass_them(tmp_path):
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "done"},
+    ]
+    row = prepared(tmp_path, [{"messages": messages}, chat("other")])[0]
+    assert json.loads(row["messages"])[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+
+
+def test_a_template_whose_chat_does_not_begin_with_its_prompt_is_refused(tokenizer):
+    odd = AutoTokenizer.from_pretrained(assets() / "tiny-hybrid")
+    odd.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+    )
+    messages = chat("question", "the answer")["messages"]
+    with pytest.raises(UserError, match="does not begin with the prompt"):
+        render_chat(odd, messages, None, {}, where="x")
+
+
+def test_a_source_file_may_move(tmp_path):
+    rows = [chat(f"question {i}") for i in range(10)]
+    digests = []
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        prepared(tmp_path / name, rows)
+        digests.append(prepare.finished(load(tmp_path / name / "config.yaml"))["digest"])
+    assert digests[0] == digests[1]

@@ -39,9 +39,9 @@ class Oracle:
         return drafts
 
 
-def decode(model, prompt, proposer, *, max_new=200, eos=(), record=False) -> Trace:
+def decode(model, prompt, proposer, *, max_new=200, eos=()) -> Trace:
     end = AnswerEnd(eos_ids=list(eos), max_new_tokens=max_new, loop_ngram=None)
-    return speculate(TargetSession(model, TAPS), prompt, proposer, end, record=record)
+    return speculate(TargetSession(model, TAPS), prompt, proposer, end)
 
 
 def shape_for(

@@ -57,7 +57,7 @@ def test_ragged_samples_come_back(tmp_path_factory, lengths, dtype):
         assert read["input_ids"].tolist() == features.sample.input_ids
         assert read["loss_mask"].tolist() == features.sample.loss_mask
         assert torch.equal(read["argmax"], features.extra["argmax"])
-    source = StoreSource(folder, sorted(made), {"taps": [1, 2, 3]})
+    source = StoreSource(folder, sorted(made))
     plan = source.plan(tokens_per_batch=64, seed=0, epoch=1)
     batch = source.batch(plan.rows[0])
     for i, sample_id in enumerate(batch.sample_ids):
@@ -65,7 +65,10 @@ def test_ragged_samples_come_back(tmp_path_factory, lengths, dtype):
         assert torch.equal(batch.hidden[i, :n], made[sample_id].hidden)
         assert batch.loss_mask[i, n:].sum() == 0
     with pytest.raises(UserError, match=r"taps was \[1, 2, 3\], is now \[1, 2, 4\]"):
-        StoreSource(folder, sorted(made), {"taps": [1, 2, 4]})
+        manifest.required(folder, "extract", {"taps": [1, 2, 4]})
+    (folder / shard_name(0)).unlink()
+    with pytest.raises(UserError, match="no such file"):
+        manifest.required(folder, "extract", {"taps": [1, 2, 3]})
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path):
@@ -87,8 +90,11 @@ def test_a_missing_file_makes_a_complete_output_unfinished(tmp_path):
         tmp_path, started, {"a": {"sha256": files.file_digest(tmp_path / "a"), "bytes": 4}}, {}
     )
     assert manifest.begin(tmp_path, "x/1", {}, remake=False)["complete"]
-    (tmp_path / "a").write_text("dat")
+    (tmp_path / "a").unlink()
     assert not manifest.begin(tmp_path, "x/1", {}, remake=False)["complete"]
+    (tmp_path / "a").write_text("dat")
+    with pytest.raises(UserError, match="found 3 bytes; expected 4"):
+        manifest.begin(tmp_path, "x/1", {}, remake=False)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="broken JSON"):
         manifest.begin(tmp_path, "x/1", {}, remake=False)
@@ -145,7 +151,8 @@ def test_a_dead_process_is_failed_and_one_that_does_not_advance_is_stalled(tmp_p
 def test_sigterm_is_stopped(tmp_path):
     body = (
         "import sys,time; from pathlib import Path; from draftsmith.monitor.state import stage_report\n"
-        "with stage_report(Path(sys.argv[1]), 'extract') as r:\n"
+        "from draftsmith.signals import sigterm_unwinds\n"
+        "with sigterm_unwinds(), stage_report(Path(sys.argv[1]), 'extract') as r:\n"
         "    print('up', flush=True); time.sleep(60)\n"
     )
     process = subprocess.Popen(
@@ -183,3 +190,22 @@ def test_a_difference_is_a_near_tie_only_where_the_two_logits_nearly_tie():
     assert two["differences"] == [{"prompt": 0, "token": 1, "top2_gap": 5.0}]
     cut = metrics.compare([trace([1, 2])], [trace([1, 2, 3])])
     assert cut["mismatches"] == 1, "a text that stops early is another text"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"state": "TRAIN'])
+def test_a_broken_state_file_is_one_message(tmp_path, text):
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(UserError, match="no state"):
+        state.read(tmp_path)
+
+
+def test_a_reused_pid_does_not_look_alive(tmp_path):
+    with state.stage_report(tmp_path, "train") as report:
+        report.working(3, "steps")
+    now = {**report.state, "state": "TRAINING"}
+    now["workers"] = [{**now["workers"][0], "pid": 1}]
+    (tmp_path / "state.json").write_text(json.dumps(now))
+    assert state.read(tmp_path)["state"] == "FAILED"
+    now["workers"][0]["host"] = "elsewhere"
+    (tmp_path / "state.json").write_text(json.dumps({**now, "heartbeat_at": time.time() - 500}))
+    assert state.read(tmp_path)["state"] == "FAILED", "no heartbeat from another host"

@@ -76,18 +76,17 @@ def _l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 def conv_steps(
     x_BDT: Tensor,
-    weight_DW: Tensor,
+    weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """Depthwise causal convolution of a short block, with its history in front; [B, D, T] like the
-    library's.
-
-    On a CPU the library's convolution costs more for a few tokens than the rest of the layer.
+    """Depthwise causal convolution of a short block with its history in front, weight [D, W], like
+    the library's. On a CPU the library's costs more for a few tokens than the rest of the layer.
     """
-    windows = F.pad(x_BDT, (weight_DW.shape[-1] - 1, 0)).unfold(-1, weight_DW.shape[-1], 1)
-    y = (windows * weight_DW[:, None]).sum(-1)
+    taps = weight.shape[-1]
+    windows = F.pad(x_BDT, (taps - 1, 0)).unfold(-1, taps, 1)
+    y = (windows * weight[:, None]).sum(-1)
     y = y if bias is None else y + bias[:, None]
     assert activation in (None, "silu", "swish"), f"unknown convolution activation {activation}"
     return y if activation is None else F.silu(y)

@@ -20,6 +20,7 @@ from draftsmith.decode.session import TargetSession
 class Trace:
     """One answer and how it came about. `emitted[r]` tokens came from round r (accepted drafts + 1,
     or fewer when the answer ended inside it); the prefill's token belongs to no round.
+    `gaps` are the top-2 logit gaps of the target at every token.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -29,7 +30,6 @@ class Trace:
     drafted: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     decode_s: float = 0.0
-    features: list[Tensor] = field(default_factory=list)
 
 
 def speculate(
@@ -37,17 +37,12 @@ def speculate(
     prompt_ids: list[int],
     proposer: Proposer,
     end: AnswerEnd,
-    *,
-    record: bool = False,
 ) -> Trace:
-    """Decode until `end` says so. With `record`, the trace also has the committed text's
-    features [*, taps, H] and the top-2 logit gap of every token."""
+    """Decode until `end` says so."""
     trace = Trace()
     logits, features = session.prefill(prompt_ids)
     proposer.extend(prompt_ids, features)
-    if record:
-        trace.features.append(features)
-        trace.gaps += _gaps(logits[None])
+    trace.gaps += _gaps(logits[None])
     anchor = int(logits.argmax())
     reason = end.push(anchor)
     begun = time.perf_counter()
@@ -59,9 +54,7 @@ def speculate(
         accepted = _leading_matches(drafts, choices)
         session.commit(accepted + 1)
         proposer.extend(block[: accepted + 1], features[: accepted + 1])
-        if record:
-            trace.features.append(features[: accepted + 1])
-            trace.gaps += _gaps(logits[: accepted + 1])
+        trace.gaps += _gaps(logits[: accepted + 1])
         count = 0
         for token in choices[: accepted + 1]:  # an accepted draft is the target's choice
             reason = end.push(token)

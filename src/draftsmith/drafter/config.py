@@ -104,9 +104,17 @@ def _mask_token(cfg: DrafterConfig, tokenizer: PreTrainedTokenizerBase, num_rows
                 expected=f"a row of the target's embedding, 0 to {num_rows - 1}",
                 remedy="Correct it or use auto.",
             )
+        if cfg.mask_token_id in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+            raise UserError(
+                where="drafter.mask_token_id",
+                found=f"{cfg.mask_token_id}, the tokenizer's pad or end token",
+                expected="a token that never occurs in text",
+                remedy="Use auto, or another token.",
+            )
         return cfg.mask_token_id
-    if len(tokenizer) < num_rows:
-        return len(tokenizer)
+    first_free = max(tokenizer.get_vocab().values()) + 1
+    if first_free < num_rows:
+        return first_free
     names = ("eos_token_id", "pad_token_id", "bos_token_id", "unk_token_id")
     taken = [getattr(tokenizer, name) for name in names]
     template = str(tokenizer.chat_template)

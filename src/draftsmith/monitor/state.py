@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import json
 import os
-import signal
 import socket
 import threading
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.core import Stopped, UserError
-from draftsmith.files import write_json
+from draftsmith.files import disk_errors, remove_leftovers, write_json
 
 WORKING = {
     "prepare": "PREPARING",
@@ -32,6 +31,7 @@ WORKING = {
     "export": "EXPORTING",
 }
 HEARTBEAT_S = 2.0
+DEAD_AFTER_S = 60.0  # without a heartbeat, seen from another host
 more_stages: ContextVar[bool] = ContextVar("more_stages", default=False)
 """Set by the pipeline: a finished stage is then followed by another and the run is QUEUED, not
 DONE.
@@ -96,7 +96,8 @@ class StageReport:
     def event(self, kind: str, **fields: Any) -> None:
         """One line of events.jsonl."""
         record = {"at": round(time.time(), 3), "stage": self.stage, "kind": kind, **fields}
-        with open(self.root / "events.jsonl", "a") as file:
+        path = self.root / "events.jsonl"
+        with disk_errors(path), open(path, "a") as file:
             file.write(json.dumps(record) + "\n")
 
     def end(self, state: str, failure: dict[str, Any] | None = None) -> None:
@@ -120,40 +121,42 @@ class StageReport:
 
 @contextlib.contextmanager
 def stage_report(root: Path, stage: str) -> Iterator[StageReport]:
-    """Run a stage's body under a lock on the folder; record how it ended; turn SIGTERM into
-    unwinding.
-    """
-    root.mkdir(parents=True, exist_ok=True)
-    with _locked(root), _sigterm_unwinds():
+    """Run a stage's body under a lock on the folder and record how it ended."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            where=f"run: {root}",
+            found=f"a path that cannot be a folder ({error.strerror})",
+            expected="a folder to write in",
+            remedy="Choose another `run:`.",
+        ) from None
+    with _locked(root):
+        remove_leftovers(root)
         report = StageReport(root, stage)
         stop = threading.Event()
         heart = threading.Thread(target=report.beat, args=(stop,), daemon=True)
-        report.event("start")
-        report._write()
-        heart.start()
         end: tuple[str, dict[str, Any] | None] = ("QUEUED" if more_stages.get() else "DONE", None)
         try:
+            report.event("start")
+            report._write()
+            heart.start()
             yield report
         except (Stopped, KeyboardInterrupt):
             end = ("STOPPED", None)
-            raise Stopped(
-                f"{stage} stopped; the same command goes on from what is finished"
-            ) from None
+            raise Stopped(f"{stage}; the same command goes on from what is finished") from None
         except BaseException as error:
             trace = "" if isinstance(error, UserError) else traceback.format_exc()
             end = ("FAILED", {"cause": f"{type(error).__name__}: {error}", "trace": trace})
             raise
         finally:
             stop.set()
-            heart.join()
-            with (
-                contextlib.suppress(UserError, OSError)
-                if end[0] == "FAILED"
-                else contextlib.nullcontext()
-            ):
-                report.end(
-                    *end
-                )  # with the disk full this fails too; the first error is the one to show
+            if heart.ident is not None:
+                heart.join()
+            # With the disk full this fails too; then the first error is the one to show.
+            failed = end[0] == "FAILED"
+            with contextlib.suppress(UserError) if failed else contextlib.nullcontext():
+                report.end(*end)
 
 
 def read(root: Path) -> dict[str, Any]:
@@ -168,20 +171,44 @@ def read(root: Path) -> dict[str, Any]:
             expected="a run's folder",
             remedy="Give the folder named by `run:` in the configuration.",
         )
-    state = json.loads(path.read_text())
-    if state["state"] in ("DONE", "FAILED", "STOPPED"):
+    try:
+        state = json.loads(path.read_text())
+        ended = state["state"] in ("DONE", "FAILED", "STOPPED")
+        worker = state["workers"][0]
+    except (ValueError, TypeError, LookupError) as error:
+        raise UserError(
+            where=str(path),
+            found=f"no state ({type(error).__name__}: {error})",
+            expected="what a stage writes",
+            remedy="Run a stage again: it writes the file anew.",
+        ) from None
+    if ended:
         return state
-    here = [w for w in state["workers"] if w["host"] == socket.gethostname()]
-    gone = [w["pid"] for w in here if not _alive(w["pid"])]
-    if gone:
+    if not _works(root, state, worker):
         state["state"] = "FAILED"
         state["failure"] = {
-            "cause": f"process {gone[0]} died without a word (killed, or out of memory)",
+            "cause": f"process {worker['pid']} died without a word (killed, or out of memory)",
             "trace": "",
         }
     elif time.time() - state["progress_at"] > stall_after_s():
         state["state"] = "STALLED"
     return state
+
+
+def _works(root: Path, state: dict[str, Any], worker: dict[str, Any]) -> bool:
+    """Whether the run's process lives: it holds the folder's lock while a stage works. On another
+    host only its heartbeat can tell.
+    """
+    if worker["host"] != socket.gethostname():
+        return time.time() - state["heartbeat_at"] < DEAD_AFTER_S
+    if state["state"] == "QUEUED":  # between two stages nobody holds the lock
+        return _alive(worker["pid"])
+    with contextlib.suppress(OSError), open(root / ".lock") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def stall_after_s() -> float:
@@ -263,19 +290,3 @@ def _locked(root: Path) -> Iterator[None]:
                 remedy="Wait for it, or use another `run:`.",
             ) from None
         yield
-
-
-@contextlib.contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handler(signum: int, frame: Any) -> None:
-        raise Stopped("SIGTERM")
-
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

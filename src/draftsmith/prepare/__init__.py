@@ -19,6 +19,9 @@ from draftsmith.monitor.state import stage_report
 from draftsmith.prepare.readers import read_messages
 from draftsmith.tables import CONVERSATIONS, write_table
 
+ASKED = ("role", "content", "tool_calls", "name", "tool_call_id", "reasoning_content")
+"""What of a message makes it another one; ids and time stamps do not."""
+
 
 def folder(cfg: RunConfig) -> Path:
     """Where conversations go."""
@@ -42,16 +45,34 @@ def run(cfg: RunConfig) -> StageResult:
     return StageResult("prepare", str(out), summary=manifest["counts"])
 
 
+def finished(cfg: RunConfig) -> dict[str, Any]:
+    """The manifest of the complete output for this configuration, or a UserError."""
+    return manifests.required(folder(cfg), "prepare", _inputs(cfg))
+
+
 def _inputs(cfg: RunConfig) -> dict[str, Any]:
+    # The path is left out: a file that moves stays the same data.
     sources = [
-        {**source.model_dump(), "sha256": _source_digest(source)} for source in cfg.prepare.sources
+        {
+            "format": source.format,
+            "name": source.name or Path(source.path).stem,
+            "weight": source.weight,
+            "sha256": _source_digest(source),
+        }
+        for source in cfg.prepare.sources
     ]
     return {
-        **cfg.prepare.model_dump(),
+        **cfg.prepare.model_dump(exclude={"sources"}),
         "sources": sources,
         "seed": cfg.seed,
         "regenerate": cfg.regenerate.enabled,
     }
+
+
+def place(cfg: RunConfig, row: dict[str, Any]) -> str:
+    """file:line of a conversation, for messages."""
+    index, _, number = row["origin"].partition(":")
+    return f"{cfg.prepare.sources[int(index)].path}:{number}"
 
 
 def _source_digest(source: SourceConfig) -> str:
@@ -69,18 +90,20 @@ def _source_digest(source: SourceConfig) -> str:
 def _read_all(cfg: RunConfig, counts: Counter[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     seen: set[bytes] = set()
-    for source in cfg.prepare.sources:
+    for index, source in enumerate(cfg.prepare.sources):
         path = Path(source.path)
         for number, row in read_messages(path):
             counts["read"] += 1
             messages, answer = _split_answer(
                 row["messages"], f"{path}:{number}", keep=not cfg.regenerate.enabled
             )
-            asked = hashlib.sha256(f"{cfg.seed}\0{json.dumps(messages, sort_keys=True)}".encode())
+            question = [[m.get(key) for key in ASKED] for m in messages]
+            asked = hashlib.sha256(f"{cfg.seed}\0{json.dumps(question, sort_keys=True)}".encode())
             key = (
                 asked.digest()
             )  # of the messages alone: a question is on one side whatever its tools
-            asked.update(json.dumps([row.get("tools"), answer], sort_keys=True).encode())
+            said = [answer.get(key) for key in ASKED] if answer else None
+            asked.update(json.dumps([row["tools"], said], sort_keys=True).encode())
             whole = asked.digest()
             if whole in seen:
                 counts["duplicates"] += 1
@@ -93,8 +116,8 @@ def _read_all(cfg: RunConfig, counts: Counter[str]) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "sample_id": -1,
-                    "origin": f"{path}:{number}",
-                    "source": row.get("source") or source.name or path.stem,
+                    "origin": f"{index}:{number}",
+                    "source": source.name or row["source"] or path.stem,
                     "split": "held_out" if share < cfg.prepare.held_out else "train",
                     "share": share,
                     "messages": json.dumps(messages),

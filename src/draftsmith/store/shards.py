@@ -69,17 +69,15 @@ class StoreReader:
     """Random access to the samples of a complete store."""
 
     def __init__(self, folder: Path) -> None:
-        self.manifest = manifests.required(folder, "extract")
-        if self.manifest["kind"] != KIND:
+        manifest = manifests.read(folder)
+        if manifest is None or manifest["kind"] != KIND or not manifest["complete"]:
             raise UserError(
                 where=str(folder),
-                found=f"a store of format {self.manifest['kind']}",
-                expected=KIND,
+                found=f"a store of format {manifest['kind']}" if manifest else "no store",
+                expected=f"a complete one of {KIND}",
                 remedy="Use a matching version of draftsmith, or extract again.",
             )
-        self._files = {
-            name: safe_open(folder / name, "pt") for name in sorted(self.manifest["files"])
-        }
+        self._files = {name: safe_open(folder / name, "pt") for name in sorted(manifest["files"])}
         self._where: dict[int, tuple[str, int, int]] = {}
         for name, file in self._files.items():
             offsets = file.get_tensor("offsets").tolist()
@@ -102,18 +100,3 @@ class StoreReader:
         """The sample's rows of these tensors."""
         file_name, start, end = self._where[sample_id]
         return {name: self._files[file_name].get_slice(name)[start:end] for name in names}
-
-
-def check_same(inputs: dict[str, Any], expected: dict[str, Any], what: str, where: str) -> None:
-    """Features and drafters serve a configuration only if target, taps and tokenizer are the same.
-    Raises UserError naming what differs.
-    """
-    found = {key: inputs.get(key) for key in expected}
-    differing = manifests.differences(found, expected)
-    if differing:
-        raise UserError(
-            where=where,
-            found=f"{what} for something else ({'; '.join(differing)})",
-            expected="the target, taps and tokenizer of this configuration",
-            remedy="Restore the configuration, or use another `run:` or `features.store`.",
-        )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -90,7 +91,7 @@ def inspect_target(target: TargetConfig) -> TargetInfo:
             expected="a decoder-only language model",
             remedy="Choose another target.model.",
         )
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None) or 1
     rope = getattr(text, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     return TargetInfo(
@@ -151,12 +152,23 @@ def load_target(target: TargetConfig, *, dtype: torch.dtype | None = None) -> Pr
     hf_logging.disable_progress_bar()
     if device.type == "cpu":
         hf_logging.set_verbosity_error()  # it would advise kernels that need a GPU
-    with torch.device(device):
-        model = _guarded(
-            target,
-            lambda: AutoModelForCausalLM.from_pretrained(
-                target.model, revision=target.revision, dtype=dtype, attn_implementation="sdpa"
-            ),
+    model, info = _guarded(
+        target,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            target.model,
+            revision=target.revision,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+        ),
+    )
+    if info["missing_keys"]:  # Transformers would go on with random ones
+        raise UserError(
+            where="target.model",
+            found=f"{target.model} without {sorted(info['missing_keys'])[:3]} "
+            f"({len(info['missing_keys'])} tensors missing)",
+            expected="all weights",
+            remedy="Copy or download the model again.",
         )
     return model.to(device).eval().requires_grad_(False)
 
@@ -194,9 +206,13 @@ def unembed(model: PreTrainedModel) -> tuple[Tensor, Tensor, float]:
     """The frozen embedding [V, H], lm_head weight [V, H] and the final logits' soft cap (0: none)."""
     head = model.get_output_embeddings()
     assert head is not None, "a causal LM has output embeddings"
-    assert getattr(head, "bias", None) is None, (
-        "an lm_head with a bias is not supported by the drafter's layout"
-    )
+    if getattr(head, "bias", None) is not None:
+        raise UserError(
+            where="target.model",
+            found="an lm_head with a bias",
+            expected="one without: servers share its weight alone with the drafter",
+            remedy="Choose another target.model.",
+        )
     cap = getattr(_text_config(model.config), "final_logit_softcapping", None) or 0.0
     embedding: Any = model.get_input_embeddings()
     return embedding.weight, head.weight, float(cap)
@@ -209,9 +225,10 @@ def _weights_digest(target: TargetConfig, config: Any) -> str:
     folder = Path(target.model)
     if not folder.is_dir():
         return getattr(config, "_commit_hash", None) or target.revision
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    ends = folder / "generation_config.json"
     return digest(
-        [config.to_json_string()]
+        [config.to_json_string(), ends.read_text() if ends.exists() else None]
         + [[file.name, file.stat().st_size, _sampled_digest(file)] for file in files]
     )
 
@@ -231,7 +248,7 @@ def _sampled_digest(path: Path, sample_bytes: int = 1 << 16) -> str:
 def _guarded(target: TargetConfig, load: Any) -> Any:
     try:
         return load()
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(
             where="target.model",
             found=f"{target.model!r}, which does not load ({' '.join(str(error).split())[:300]})",

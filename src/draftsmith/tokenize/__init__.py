@@ -30,17 +30,11 @@ def folder(cfg: RunConfig) -> Path:
 def run(cfg: RunConfig) -> StageResult:
     """Tokenize every sample of both splits."""
     out = folder(cfg)
-    conversations = manifests.required(prepare.folder(cfg), "prepare")
-    answers = (
-        manifests.required(regenerate.folder(cfg), "regenerate") if cfg.regenerate.enabled else None
-    )
+    conversations = prepare.finished(cfg)
+    answers = regenerate.finished(cfg) if cfg.regenerate.enabled else None
     with stage_report(cfg.root, "tokenize") as report:
         tokenizer = load_tokenizer(cfg.target)
-        inputs = {
-            "from": (answers or conversations)["digest"],
-            "tokenizer": tokenizer_digest(tokenizer),
-            **cfg.tokenize.model_dump(),
-        }
+        inputs = _inputs(cfg, conversations, answers, tokenizer)
         manifest = manifests.begin(out, "tokens/1", inputs, remake=True)
         if manifest["complete"]:
             return StageResult("tokenize", str(out), skipped=True, summary=manifest["counts"])
@@ -50,6 +44,22 @@ def run(cfg: RunConfig) -> StageResult:
         report.progress(report.state["total"])
         manifest = manifests.finish(out, manifest, {"part-00000.parquet": file}, counts)
     return StageResult("tokenize", str(out), summary=manifest["counts"])
+
+
+def finished(cfg: RunConfig) -> dict[str, Any]:
+    """The manifest of the complete output for this configuration, or a UserError."""
+    answers = regenerate.finished(cfg) if cfg.regenerate.enabled else None
+    inputs = _inputs(cfg, prepare.finished(cfg), answers, load_tokenizer(cfg.target))
+    return manifests.required(folder(cfg), "tokenize", inputs)
+
+
+def _inputs(cfg: RunConfig, conversations: dict, answers: dict | None, tokenizer: Any) -> dict:
+    return {
+        "conversations": conversations["digest"],
+        "answers": answers["digest"] if answers else None,
+        "tokenizer": tokenizer_digest(tokenizer),
+        **cfg.tokenize.model_dump(),
+    }
 
 
 def read_samples(
@@ -112,7 +122,11 @@ def _with_masks(
             yield (
                 row,
                 *render_chat(
-                    tokenizer, chat, tools, cfg.tokenize.template_kwargs, where=row["origin"]
+                    tokenizer,
+                    chat,
+                    tools,
+                    cfg.tokenize.template_kwargs,
+                    where=prepare.place(cfg, row),
                 ),
             )
         return

@@ -52,28 +52,19 @@ def render_chat(
     turn.
     """
     prompt = render_prompt(tokenizer, messages[:-1], tools, template_kwargs, where=where)
-    if re.search(r"\{%-?\s*generation\b", _template_text(tokenizer)):
-        out = _apply(
-            tokenizer,
-            messages,
-            tools,
-            template_kwargs,
+    marked = re.search(r"\{%-?\s*generation\b", _template_text(tokenizer)) is not None
+    options = {"return_assistant_tokens_mask": True} if marked else {}
+    out = _apply(tokenizer, messages, tools, template_kwargs, where=where, **options)
+    ids = out["input_ids"]
+    if ids[: len(prompt)] != prompt:
+        raise UserError(
             where=where,
-            return_assistant_tokens_mask=True,
+            found="a chat template whose finished chat does not begin with the prompt it answers",
+            expected="the prompt's tokens as a prefix",
+            remedy="Use regenerate.enabled: true, which keeps token ids and renders no answers.",
         )
-        ids, marks = out["input_ids"], out["assistant_masks"]
-        mask = [int(bool(mark) and i >= len(prompt)) for i, mark in enumerate(marks)]
-    else:
-        ids = _apply(tokenizer, messages, tools, template_kwargs, where=where)["input_ids"]
-        if ids[: len(prompt)] != prompt:
-            raise UserError(
-                where=where,
-                found="a chat template that renders the answer differently from the prompt it follows",
-                expected="the prompt's tokens as a prefix",
-                remedy="Use regenerate.enabled: true, which keeps "
-                "token ids and needs no rendering of answers.",
-            )
-        mask = [int(i >= len(prompt)) for i in range(len(ids))]
+    marks = out["assistant_masks"] if marked else [1] * len(ids)
+    mask = [int(bool(mark) and i >= len(prompt)) for i, mark in enumerate(marks)]
     return _end_at_eos(ids, mask, tokenizer)
 
 
