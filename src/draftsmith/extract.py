@@ -24,6 +24,7 @@ from draftsmith.monitor.state import StageReport, stage_report
 from draftsmith.store.shards import KIND, SampleFeatures, shard_entry, shard_name, write_shard
 from draftsmith.target.load import (
     TargetInfo,
+    check_ids,
     cut_after,
     inspect_target,
     load_target,
@@ -48,6 +49,8 @@ def run(cfg: RunConfig) -> StageResult:
         if manifest["complete"]:
             return StageResult("extract", str(cfg.store), skipped=True, summary=manifest["counts"])
         samples = tokenize_stage.read_samples(cfg, tokens)
+        for sample in samples:
+            check_ids(max(sample.input_ids), info, f"sample {sample.sample_id}")
         plan = plan_rows(
             [len(s.input_ids) for s in samples],
             tokens_per_batch=cfg.extract.tokens_per_batch,

@@ -18,6 +18,7 @@ from draftsmith.decode.batch import generate_batch
 from draftsmith.decode.ends import AnswerEnd
 from draftsmith.monitor.state import StageReport, stage_report
 from draftsmith.target.load import (
+    check_ids,
     eos_ids,
     inspect_target,
     load_target,
@@ -86,7 +87,7 @@ def _render_all(
     cfg: RunConfig, conversations: dict[str, Any], tokenizer: Any
 ) -> tuple[dict[int, list[int]], int]:
     """Prompt ids by sample; prompts that leave no room for an answer are counted and left out."""
-    prompts, too_long = {}, 0
+    prompts, too_long, info = {}, 0, inspect_target(cfg.target)
     for row in tables.read_rows(prepare.folder(cfg), conversations):
         tools = json.loads(row["tools"]) if row["tools"] else None
         ids = render_prompt(
@@ -96,6 +97,7 @@ def _render_all(
             cfg.tokenize.template_kwargs,
             where=prepare.place(cfg, row),
         )
+        check_ids(max(ids), info, prepare.place(cfg, row))
         if len(ids) < cfg.tokenize.max_length_tokens:
             prompts[row["sample_id"]] = ids
         else:

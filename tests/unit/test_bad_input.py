@@ -385,3 +385,14 @@ def test_a_sample_cut_to_one_answer_token_trains_along(path):
     args = ["--tokenize.max_length_tokens", "64", "--train.micro_batch_tokens", "1"]
     for stage in ("prepare", "regenerate", "tokenize", "extract", "train"):
         assert main([stage, str(path), *args]) == 0
+
+
+def test_a_tokenizer_with_tokens_that_the_target_lacks(path, capsys, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(assets() / "tiny-hybrid", other)
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "vocab_size": 64}))
+    assert main(["prepare", str(path)]) == 0
+    capsys.readouterr()
+    said = refused(capsys, "regenerate", path, "--target.model", other)
+    assert "ids below 64" in said and "prompts.jsonl:" in said

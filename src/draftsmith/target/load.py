@@ -112,6 +112,17 @@ def inspect_target(target: TargetConfig) -> TargetInfo:
     )
 
 
+def check_ids(largest: int, info: TargetInfo, where: str) -> None:
+    """Raise UserError for a token that the target has no embedding row for."""
+    if largest >= info.vocab_size:
+        raise UserError(
+            where=where,
+            found=f"token {largest}",
+            expected=f"ids below {info.vocab_size}, the rows of the target's embedding",
+            remedy="Use the target's own tokenizer.",
+        )
+
+
 def load_tokenizer(target: TargetConfig) -> PreTrainedTokenizerBase:
     """The target's tokenizer; it must have a chat template and an end-of-sequence token."""
     tokenizer = _guarded(
