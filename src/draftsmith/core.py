@@ -26,29 +26,6 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """One conversation. `messages` are OpenAI-style dicts; the last one is the user's when an
-    answer is to be made.
-    """
-
-    sample_id: int
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    source: str = ""
-    split: Split = "train"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The target's own answer to a conversation, as token ids; nothing is ever tokenized again."""
-
-    sample_id: int
-    prompt_ids: list[int]
-    answer_ids: list[int]
-    stop_reason: Literal["eos", "length", "loop"]
-
-
-@dataclass(frozen=True)
 class Sample:
     """One tokenized conversation: `input_ids` and `loss_mask` of equal length; 1 marks what the
     target generates.
