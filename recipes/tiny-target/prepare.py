@@ -22,11 +22,14 @@ SEED = 20
 MAX_PROMPT_TOKENS = 112  # with the chat's own tokens
 MAX_ANSWER_TOKENS = 64  # with <|im_end|>
 WORDINGS_PER_FUNCTION = 3
-NUM_DEMO_PROMPTS = 6050
-MIN_DEMO_ANSWER_TOKENS = 20  # of the reference answer; docstrings are exempt
+NUM_CHOSEN = 6050
+MIN_ANSWER_TOKENS = 20  # of the reference answer; docstrings are exempt
 NUM_EVAL_CHATS = 1500
-DEMO_SHARES = {
+EVAL_SHARES = {  # every task: what the target is judged on
     "explain": 0.42, "facts": 0.20, "complete": 0.12, "continue": 0.18, "docstring": 0.08
+}  # fmt: skip
+DEMO_SHARES = {  # no docstrings: a dozen tokens each teach a drafter next to nothing
+    "explain": 0.50, "facts": 0.30, "complete": 0.10, "continue": 0.10
 }  # fmt: skip
 
 
@@ -78,23 +81,27 @@ def save_stream(path: Path, tokenizer: PreTrainedTokenizerFast, files: list[Sour
     return len(flat)
 
 
-def choose_demo_prompts(
-    encoded: list[tuple[Chat, list[int], list[int]]], *, trained: list[Chat], seed: int
+def choose_prompts(
+    encoded: list[tuple[Chat, list[int], list[int]]],
+    shares: dict[str, float],
+    *,
+    trained: list[Chat],
+    seed: int,
 ) -> list[Chat]:
     """Pick distinct held-out prompts near the wanted shares, none seen in training."""
     rng = random.Random(seed)
     seen = {chat.key for chat in trained}
-    pools: dict[str, list[Chat]] = {source: [] for source in DEMO_SHARES}
+    pools: dict[str, list[Chat]] = {source: [] for source in shares}
     for chat, _, answer in rng.sample(encoded, len(encoded)):
-        long_enough = len(answer) >= MIN_DEMO_ANSWER_TOKENS or chat.source == "docstring"
-        if long_enough and chat.key not in seen:
+        long_enough = len(answer) >= MIN_ANSWER_TOKENS or chat.source == "docstring"
+        if long_enough and chat.source in pools and chat.key not in seen:
             seen.add(chat.key)
             pools[chat.source].append(chat)
     print("distinct held-out prompts:", {source: len(pool) for source, pool in pools.items()})
     chosen = [
         chat
-        for source, share in DEMO_SHARES.items()
-        for chat in pools[source][: round(share * NUM_DEMO_PROMPTS)]
+        for source, share in shares.items()
+        for chat in pools[source][: round(share * NUM_CHOSEN)]
     ]
     rng.shuffle(chosen)
     return chosen
@@ -127,10 +134,11 @@ def main() -> None:
     train_chats = encode_chats(tokenizer, trained_chats)
     held_out_chats = encode_chats(tokenizer, collect_chats(held_out, num_rounds=1, seed=SEED))
     save_chats(args.work / "train_chats.npz", train_chats)
-    demo = choose_demo_prompts(held_out_chats, trained=trained_chats, seed=SEED)
-    demo_prompts = {chat.prompt for chat in demo[:NUM_EVAL_CHATS]}
-    evaluated = [item for item in held_out_chats if item[0].prompt in demo_prompts]
+    judged = choose_prompts(held_out_chats, EVAL_SHARES, trained=trained_chats, seed=SEED)
+    judged_prompts = {chat.prompt for chat in judged[:NUM_EVAL_CHATS]}
+    evaluated = [item for item in held_out_chats if item[0].prompt in judged_prompts]
     save_chats(args.work / "held_out_chats.npz", evaluated)
+    demo = choose_prompts(held_out_chats, DEMO_SHARES, trained=trained_chats, seed=SEED)
     with (args.assets / "demo-prompts.jsonl").open("w") as out:
         for chat in demo:
             message = {"role": "user", "content": chat.prompt}

@@ -59,7 +59,6 @@ def _dispatch(args: list[str]) -> int:
     demo.add_argument("--run", default="runs/demo", help="the run's folder (default: runs/demo)")
     for name, text in {"run": "all stages, finished ones skipped", **STAGES}.items():
         stage = commands.add_parser(name, help=text, add_help=False)
-        stage.add_argument("config", nargs="?", help="YAML configuration")
         stage.add_argument("-h", "--help", action="store_true")
     status = commands.add_parser("status", help="one line: state, stage, progress, ETA")
     status.add_argument("run", type=Path, help="the run's folder")
@@ -71,12 +70,22 @@ def _dispatch(args: list[str]) -> int:
     if known.command == "demo":
         from draftsmith import demo as demo_module
 
-        return demo_module.run(known.run, _overrides(rest))
-    if known.help or known.config is None:
+        paths, overrides = _split(rest)
+        _no_more(parser, paths)
+        return demo_module.run(known.run, overrides)
+    paths, overrides = _split(rest)
+    if known.help or (not paths and not overrides):
         return _config_help(known.command, asked=known.help)
-    from draftsmith import config, pipeline
+    if len(paths) != 1:
+        raise UserError(
+            where="command line",
+            found=" and ".join(map(repr, paths)) or "no configuration",
+            expected=f"draftsmith {known.command} CONFIG [--section.key VALUE ...]",
+            remedy=f"`draftsmith {known.command} --help` lists the keys.",
+        )
+    from draftsmith import configfile, pipeline
 
-    cfg = config.load(Path(known.config), _overrides(rest))
+    cfg = configfile.load(Path(paths[0]), overrides)
     pipeline.run(cfg, None if known.command == "run" else [known.command])
     return GOOD
 
@@ -86,22 +95,26 @@ def _no_more(parser: argparse.ArgumentParser, rest: list[str]) -> None:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
 
-def _overrides(args: list[str]) -> dict[str, Any]:
-    """--a.b VALUE or --a.b=VALUE -> {"a.b": value}; values are YAML."""
-    out: dict[str, Any] = {}
+def _split(args: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Paths, and --a.b VALUE or --a.b=VALUE as {"a.b": value}, in any order; values are YAML."""
+    paths: list[str] = []
+    overrides: dict[str, Any] = {}
     rest = list(args)
     while rest:
         key, equals, value = rest.pop(0).partition("=")
-        if not key.startswith("--") or (not equals and not rest):
+        if not key.startswith("--"):
+            paths.append(key + equals + value)
+            continue
+        if not equals and not rest:
             raise UserError(
                 where="command line",
-                found=repr(key),
+                found=f"{key} without a value",
                 expected="--section.key VALUE",
                 remedy="`draftsmith COMMAND --help` lists the keys.",
             )
         text = value if equals else rest.pop(0)
         try:
-            out[key[2:]] = yaml.safe_load(text)
+            overrides[key[2:]] = yaml.safe_load(text)
         except yaml.YAMLError:
             raise UserError(
                 where=key,
@@ -109,14 +122,14 @@ def _overrides(args: list[str]) -> dict[str, Any]:
                 expected="a YAML value",
                 remedy="Check brackets and quotes.",
             ) from None
-    return out
+    return paths, overrides
 
 
 def _config_help(command: str, *, asked: bool) -> int:
-    from draftsmith import config
+    from draftsmith import configfile
 
     print(f"usage: draftsmith {command} CONFIG [--section.key VALUE ...]\n\nKeys, with defaults:\n")
-    print("\n".join(config.describe()))
+    print("\n".join(configfile.describe()))
     return GOOD if asked else WRONG_USE
 
 

@@ -7,12 +7,12 @@ files that it was not trained on.
 from importlib import resources
 from typing import Any
 
-from draftsmith import config, pipeline
+from draftsmith import configfile, pipeline
 
 ASSETS = "assets"
 DEMO: dict[str, Any] = {
     "target": {"dtype": "float32", "device": "cpu"},
-    "prepare": {"held_out": 0.02, "max_samples": 2800, "max_held_out": 28},
+    "prepare": {"held_out": 0.02, "max_samples": 2640, "max_held_out": 28},
     "regenerate": {
         "max_new_tokens": 64,
         "batch_size": 240,
@@ -20,7 +20,7 @@ DEMO: dict[str, Any] = {
         "loop_ngram": 12,
     },
     "tokenize": {"max_length_tokens": 512, "template_kwargs": {}},
-    "features": {"num_taps": 3},
+    "features": {"taps": [3, 5, 6]},  # the deepest a server can read: best in trials
     "extract": {"tokens_per_batch": 4096},
     "drafter": {"layers": 2, "block_size": 8},
     "train": {
@@ -52,6 +52,6 @@ def run(folder: str, overrides: dict[str, Any]) -> int:
             **DEMO["prepare"],
             "sources": [{"path": str(path / "demo-prompts.jsonl")}],
         }
-        cfg = config.with_overrides(data, overrides, where="the demo")
+        cfg = configfile.with_overrides(data, overrides, where="the demo")
         pipeline.run(cfg)
     return 0

@@ -71,7 +71,7 @@ def run(cfg: RunConfig) -> StageResult:
         prompts = held_out_prompts(cfg, tokens)
         dtype = getattr(torch, dtype_name)
         target = load_target(cfg.target, dtype=dtype)
-        eos = eos_ids(target.config, tokenizer, cfg.target)
+        eos = eos_ids(tokenizer, cfg.target)
         stage.working(len(prompts) * len(cfg.evaluate.methods), "answers")
         traces = measure(cfg, target, last_checkpoint(cfg), prompts, eos, stage)
         result = _report(cfg, info.identity(), prompts, traces, tokenizer, trained, dtype)

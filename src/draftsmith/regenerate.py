@@ -123,7 +123,7 @@ def _answer(
     report: StageReport,
 ) -> None:
     model = load_target(cfg.target)
-    eos = eos_ids(model.config, tokenizer, cfg.target)
+    eos = eos_ids(tokenizer, cfg.target)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     done, tokens = report.state["done"], 0
     for name, sample_ids in files.items():
@@ -138,7 +138,9 @@ def _answer(
                 )
                 for _ in batch
             ]
-            answers = generate_batch(model, [prompts[i] for i in batch], ends, pad_id=pad_id)
+            answers = generate_batch(
+                model, [prompts[i] for i in batch], ends, pad_id=pad_id, on_step=report.tick
+            )
             rows += [
                 {"sample_id": i, "prompt_ids": prompts[i], "answer_ids": ids, "stop_reason": reason}
                 for i, (ids, reason) in zip(batch, answers, strict=True)

@@ -12,7 +12,7 @@ import transformers as tf
 import yaml
 from runs import write_config
 
-from draftsmith import config, extract
+from draftsmith import configfile, extract
 from draftsmith.cli import main
 from draftsmith.core import UserError
 from tiny_models import assets
@@ -79,7 +79,7 @@ def test_a_wrong_value_names_its_key(path, capsys, section, key, value, words):
 def test_the_same_from_the_command_line(path, capsys):
     assert "train.lrr" in refused(capsys, "train", path, "--train.lrr", "3e-4")
     assert "nonsense" in refused(capsys, "train", path, "nonsense")
-    cfg = config.load(path, {"train.lr": "3e-4", "seed": 7})
+    cfg = configfile.load(path, {"train.lr": "3e-4", "seed": 7})
     assert (cfg.train.lr, cfg.seed) == (3e-4, 7)
 
 
@@ -100,7 +100,9 @@ evaluate:   {suites: [held_out], methods: [ar, lookup, chain], max_new_tokens: 2
 export:     {layout: zlab}
 engine:     {kind: local}
 """
-    assert config.with_overrides(yaml.safe_load(text), {}, where="design").drafter.block_size == 16
+    assert (
+        configfile.with_overrides(yaml.safe_load(text), {}, where="design").drafter.block_size == 16
+    )
 
 
 @pytest.mark.parametrize("text", ["", "just words", "run: [", "- 1"])
@@ -317,11 +319,13 @@ def test_keys_that_lead_nowhere(path, capsys):
         ["--foo-bar", "1"],
     ):
         refused(capsys, "train", path, *args)
-    assert config.load(path, {"tokenize.template_kwargs.x": 1}).tokenize.template_kwargs == {"x": 1}
+    assert configfile.load(path, {"tokenize.template_kwargs.x": 1}).tokenize.template_kwargs == {
+        "x": 1
+    }
     data = yaml.safe_load(path.read_text())
     del data["tokenize"]["template_kwargs"]
     path.write_text(yaml.safe_dump(data))
-    kept = config.load(path, {"tokenize.template_kwargs.x": 1}).tokenize.template_kwargs
+    kept = configfile.load(path, {"tokenize.template_kwargs.x": 1}).tokenize.template_kwargs
     assert kept == {"enable_thinking": False, "x": 1}, "the default stays beside a new variable"
     path.write_text(path.read_text() + "seed: 1\nseed: 2\n")
     assert "given twice" in refused(capsys, "train", path)
@@ -396,3 +400,39 @@ def test_a_tokenizer_with_tokens_that_the_target_lacks(path, capsys, tmp_path):
     capsys.readouterr()
     said = refused(capsys, "regenerate", path, "--target.model", other)
     assert "ids below 64" in said and "prompts.jsonl:" in said
+
+
+def test_options_may_stand_before_the_configuration(path, capsys):
+    assert main(["prepare", "--prepare.max_samples", "5", str(path)]) == 0
+    assert "train=5" in capsys.readouterr().out
+    assert "CONFIG" in refused(capsys, "prepare", path, "another.yaml")
+
+
+def test_a_broken_template_or_generation_config_is_named(path, capsys, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(assets() / "tiny-hybrid", other)
+    assert main(["prepare", str(path)]) == 0
+    (other / "generation_config.json").write_text("{ not json")
+    capsys.readouterr()
+    assert "does not load" in refused(capsys, "regenerate", path, "--target.model", other)
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if %}")
+    said = refused(capsys, "regenerate", path, "--target.model", other)
+    assert "error in its line" in said and "prompts.jsonl" not in said
+
+
+def test_a_truncated_shard_of_an_unfinished_store(path, capsys):
+    for stage in ("prepare", "regenerate", "tokenize", "extract"):
+        assert main([stage, str(path)]) == 0
+    store = path.parent / "run" / "features"
+    manifest = json.loads((store / "manifest.json").read_text())
+    (store / "manifest.json").write_text(
+        json.dumps({**manifest, "complete": False, "files": {}, "digest": None})
+    )
+    shard = store / "shard-000000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:1000])
+    capsys.readouterr()
+    said = refused(capsys, "extract", path)
+    assert "shard-000000" in said and "Delete it" in said
+    shard.unlink()
+    assert main(["extract", str(path)]) == 0

@@ -9,10 +9,12 @@ from transformers import AutoTokenizer
 from draftsmith import prepare, tables
 from draftsmith import tokenize as tokenize_stage
 from draftsmith.cli import main
-from draftsmith.config import load
+from draftsmith.configfile import load
 from draftsmith.core import UserError
 from draftsmith.tokenize.template import render_chat, render_prompt
 from tiny_models import assets
+
+EOS = [2]  # <|im_end|> of the tiny target
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ def test_a_finished_chat_supervises_the_answer_and_its_end(tokenizer):
         {"role": "user", "content": "More"},
         {"role": "assistant", "content": "Second  answer\n"},
     ]
-    with_marks = render_chat(tokenizer, messages, None, {}, where="x")
+    with_marks = render_chat(tokenizer, messages, None, {}, EOS, where="x")
     unmarked = AutoTokenizer.from_pretrained(assets() / "tiny-hybrid")
     template = unmarked.chat_template
     unmarked.chat_template = template.replace("{%- generation -%}", "").replace(
@@ -90,7 +92,7 @@ def test_a_finished_chat_supervises_the_answer_and_its_end(tokenizer):
     ):
         unmarked.chat_template = unmarked.chat_template.replace(mark, "")
     assert "generation %}" not in unmarked.chat_template.replace("add_generation_prompt %}", "")
-    assert render_chat(unmarked, messages, None, {}, where="x") == with_marks, (
+    assert render_chat(unmarked, messages, None, {}, EOS, where="x") == with_marks, (
         "markers and differences agree"
     )
     ids, mask = with_marks
@@ -154,7 +156,7 @@ def test_a_template_whose_chat_does_not_begin_with_its_prompt_is_refused(tokeniz
     )
     messages = chat("question", "the answer")["messages"]
     with pytest.raises(UserError, match="does not begin with the prompt"):
-        render_chat(odd, messages, None, {}, where="x")
+        render_chat(odd, messages, None, {}, EOS, where="x")
 
 
 def test_a_source_file_may_move(tmp_path):

@@ -125,6 +125,5 @@ def test_every_end_token_ends_an_answer():
 
     target = TargetConfig(model=str(assets() / "tiny-hybrid"))
     tokenizer = load_tokenizer(target)
-    config = tf.AutoConfig.from_pretrained(target.model)
-    names = tokenizer.convert_ids_to_tokens(eos_ids(config, tokenizer, target))
+    names = tokenizer.convert_ids_to_tokens(eos_ids(tokenizer, target))
     assert set(names) == {"<|im_end|>", "<|endoftext|>"}

@@ -1,5 +1,7 @@
 """Greedy answers to many prompts at once: left-padded batches that shrink as answers end."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -12,7 +14,12 @@ from draftsmith.target.load import text_decoder
 
 @torch.inference_mode()
 def generate_batch(
-    model: PreTrainedModel, prompts: list[list[int]], ends: list[AnswerEnd], *, pad_id: int
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    ends: list[AnswerEnd],
+    *,
+    pad_id: int,
+    on_step: Callable[[], None] = lambda: None,
 ) -> list[tuple[list[int], StopReason]]:
     """Each prompt's greedy answer (ids, why it ended). Left padding with a mask is exact on the
     families of docs/hybrids.md; answers may differ from batch-1 ones where two logits nearly tie.
@@ -30,6 +37,7 @@ def generate_batch(
     cache = new_cache(model)
     with own_steps(text_decoder(model), tape=None):
         while True:
+            on_step()
             positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
             out = model(
                 input_ids=ids,

@@ -19,7 +19,8 @@ from draftsmith.decode.session import TargetSession
 @dataclass
 class Trace:
     """One answer and how it came about. `emitted[r]` tokens came from round r (accepted drafts + 1,
-    or fewer when the answer ended inside it); the prefill's token belongs to no round.
+    or fewer when the answer ended inside it); the prefill's token belongs to no round. `accepted[r]`
+    drafts were verified, those after the answer's end among them, as servers count.
     `gaps` are the top-2 logit gaps of the target at every token.
     """
 
@@ -62,7 +63,7 @@ def speculate(
             if reason is not None:
                 break
         trace.emitted.append(count)
-        trace.accepted.append(min(accepted, count))
+        trace.accepted.append(accepted)
         trace.drafted.append(len(drafts))
         anchor = choices[accepted]
     trace.decode_s = time.perf_counter() - begun

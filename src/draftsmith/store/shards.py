@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -52,9 +52,22 @@ def write_shard(path: Path, samples: list[SampleFeatures]) -> None:
     write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata={"kind": KIND}))
 
 
+def open_shard(path: Path) -> Any:
+    """The shard's tensors, read lazily. Raises UserError for a file that is no whole shard."""
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            where=str(path),
+            found=f"a damaged or missing shard ({error})",
+            expected="a whole safetensors file",
+            remedy="Delete it and run `draftsmith extract CONFIG` again.",
+        ) from None
+
+
 def shard_entry(path: Path) -> dict[str, Any]:
     """The manifest entry of a shard that exists."""
-    with safe_open(path, "pt") as file:
+    with open_shard(path) as file:
         num_samples = file.get_slice("sample_ids").get_shape()[0]
         num_tokens = file.get_slice("input_ids").get_shape()[0]
     return {
@@ -77,7 +90,7 @@ class StoreReader:
                 expected=f"a complete one of {KIND}",
                 remedy="Use a matching version of draftsmith, or extract again.",
             )
-        self._files = {name: safe_open(folder / name, "pt") for name in sorted(manifest["files"])}
+        self._files = {name: open_shard(folder / name) for name in sorted(manifest["files"])}
         self._where: dict[int, tuple[str, int, int]] = {}
         for name, file in self._files.items():
             offsets = file.get_tensor("offsets").tolist()

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as hf_logging
+from transformers.utils.hub import cached_file
 
 from draftsmith.config import TargetConfig
 from draftsmith.core import UserError
@@ -199,16 +200,20 @@ def cut_after(decoder: nn.Module, num_layers: int) -> None:
     decoder.norm = nn.Identity()
 
 
-def eos_ids(
-    model_config: Any, tokenizer: PreTrainedTokenizerBase, target: TargetConfig
-) -> list[int]:
+def eos_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[int]:
     """Every token that ends an answer: the generation config's and the tokenizer's."""
-    from transformers import GenerationConfig
+    missing_is_fine = {"_raise_exceptions_for_missing_entries": False}
 
-    try:
-        ids = GenerationConfig.from_pretrained(target.model, revision=target.revision).eos_token_id
-    except OSError:
-        ids = getattr(_text_config(model_config), "eos_token_id", None)
+    def load() -> Any:
+        path = cached_file(
+            target.model, "generation_config.json", revision=target.revision, **missing_is_fine
+        )
+        if path is not None:  # a broken one is an error, not a reason to take other ids
+            return json.loads(Path(path).read_text()).get("eos_token_id")
+        config = AutoConfig.from_pretrained(target.model, revision=target.revision)
+        return getattr(_text_config(config), "eos_token_id", None)
+
+    ids = _guarded(target, load)
     ids = ids if isinstance(ids, list) else [ids]
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 

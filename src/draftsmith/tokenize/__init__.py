@@ -16,7 +16,7 @@ from draftsmith import prepare, regenerate, tables
 from draftsmith.config import RunConfig
 from draftsmith.core import Sample, StageResult, UserError
 from draftsmith.monitor.state import stage_report
-from draftsmith.target.load import load_tokenizer, tokenizer_digest
+from draftsmith.target.load import eos_ids, load_tokenizer, tokenizer_digest
 from draftsmith.tokenize.template import render_chat
 
 LISTED = 100  # ids of useless samples that the manifest names
@@ -116,6 +116,7 @@ def _with_masks(
 ) -> Iterator[tuple[dict, list, list]]:
     metas = tables.read_rows(prepare.folder(cfg), conversations)
     if answers is None:
+        eos = eos_ids(tokenizer, cfg.target)
         for row in metas:
             chat = [*json.loads(row["messages"]), json.loads(row["answer"])]
             tools = json.loads(row["tools"]) if row["tools"] else None
@@ -126,6 +127,7 @@ def _with_masks(
                     chat,
                     tools,
                     cfg.tokenize.template_kwargs,
+                    eos,
                     where=prepare.place(cfg, row),
                 ),
             )

@@ -8,7 +8,7 @@ without the answer and comparing token ids; never by searching for strings.
 import re
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.core import UserError
@@ -42,6 +42,7 @@ def render_chat(
     messages: list[dict],
     tools: list[dict] | None,
     template_kwargs: dict[str, Any],
+    eos: list[int],
     *,
     where: str,
 ) -> tuple[list[int], list[int]]:
@@ -49,7 +50,7 @@ def render_chat(
     supervised.
 
     The mask covers what the target would generate after the prompt, through the token that ends its
-    turn.
+    turn (one of `eos`).
     """
     prompt = render_prompt(tokenizer, messages[:-1], tools, template_kwargs, where=where)
     marked = re.search(r"\{%-?\s*generation\b", _template_text(tokenizer)) is not None
@@ -65,15 +66,13 @@ def render_chat(
         )
     marks = out["assistant_masks"] if marked else [1] * len(ids)
     mask = [int(bool(mark) and i >= len(prompt)) for i, mark in enumerate(marks)]
-    return _end_at_eos(ids, mask, tokenizer)
+    return _end_at_eos(ids, mask, eos)
 
 
-def _end_at_eos(
-    ids: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[int], list[int]]:
+def _end_at_eos(ids: list[int], mask: list[int], eos: list[int]) -> tuple[list[int], list[int]]:
     """What the template writes after the end of the turn (often a newline) is not the target's."""
     supervised = [i for i, bit in enumerate(mask) if bit]
-    ends = [i for i in supervised if ids[i] == tokenizer.eos_token_id]
+    ends = [i for i in supervised if ids[i] in eos]
     last = ends[-1] if ends else (supervised[-1] if supervised else len(ids) - 1)
     return ids[: last + 1], mask[: last + 1]
 
@@ -96,6 +95,13 @@ def _apply(
         return tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=True, return_dict=True, **options, **template_kwargs
         )
+    except TemplateSyntaxError as error:
+        raise UserError(
+            where="target.model",
+            found=f"a chat template with an error in its line {error.lineno}: {error.message}",
+            expected="a template that compiles",
+            remedy="Mend chat_template.jinja in a local copy of the model.",
+        ) from error
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise UserError(
             where=where,
