@@ -23,6 +23,7 @@ MAX_PROMPT_TOKENS = 112  # with the chat's own tokens
 MAX_ANSWER_TOKENS = 64  # with <|im_end|>
 WORDINGS_PER_FUNCTION = 3
 NUM_CHOSEN = 6050
+MAX_DEMO_PROMPT_TOKENS = 76  # short ones: more distinct answers in the demo's minutes
 MIN_ANSWER_TOKENS = 20  # of the reference answer; docstrings are exempt
 NUM_EVAL_CHATS = 1500
 EVAL_SHARES = {  # every task: what the target is judged on
@@ -138,7 +139,8 @@ def main() -> None:
     judged_prompts = {chat.prompt for chat in judged[:NUM_EVAL_CHATS]}
     evaluated = [item for item in held_out_chats if item[0].prompt in judged_prompts]
     save_chats(args.work / "held_out_chats.npz", evaluated)
-    demo = choose_prompts(held_out_chats, DEMO_SHARES, trained=trained_chats, seed=SEED)
+    short = [item for item in held_out_chats if len(item[1]) <= MAX_DEMO_PROMPT_TOKENS]
+    demo = choose_prompts(short, DEMO_SHARES, trained=trained_chats, seed=SEED)
     with (args.assets / "demo-prompts.jsonl").open("w") as out:
         for chat in demo:
             message = {"role": "user", "content": chat.prompt}

@@ -63,7 +63,14 @@ def _dispatch(args: list[str]) -> int:
     status = commands.add_parser("status", help="one line: state, stage, progress, ETA")
     status.add_argument("run", type=Path, help="the run's folder")
     status.add_argument("--json", action="store_true", help="state.json, as it holds now")
+    _add_server_commands(commands)
     known, rest = parser.parse_known_args(args)
+    if known.command == "serve-check":
+        _no_more(parser, rest)
+        return _serve_check(known)
+    if known.command == "verify":
+        _no_more(parser, rest)
+        return _verify(known)
     if known.command == "status":
         _no_more(parser, rest)
         return _status(known.run, known.json)
@@ -87,6 +94,68 @@ def _dispatch(args: list[str]) -> int:
 
     cfg = configfile.load(Path(paths[0]), overrides)
     pipeline.run(cfg, None if known.command == "run" else [known.command])
+    return GOOD
+
+
+def _add_server_commands(commands: Any) -> None:
+    check = commands.add_parser(
+        "serve-check", help="the held-out prompts through a real vLLM or SGLang, against evaluate"
+    )
+    check.add_argument("export", type=Path, help="RUN/export of an evaluated run")
+    where = check.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--server", metavar="URL", help="a server that already runs with the drafter"
+    )
+    where.add_argument(
+        "--command",
+        dest="server_command",
+        metavar="CMD",
+        help="starts a server of the target, e.g. 'vllm serve TARGET'; drafter and port are added",
+    )
+    check.add_argument(
+        "--baseline", metavar="mtp|PATH", help="also with the target's MTP or a drafter"
+    )
+    check.add_argument("--max-prompts", type=int, default=128)
+    verify = commands.add_parser(
+        "verify", help="states that a vLLM server extracts, against a feature store"
+    )
+    verify.add_argument("store", type=Path, help="RUN/features")
+    verify.add_argument("--engine", choices=["vllm"], required=True)
+    verify.add_argument("--command", dest="server_command", metavar="CMD", required=True)
+    verify.add_argument("--samples", type=int, default=32)
+    for command in (check, verify):
+        command.add_argument(
+            "--wait", type=float, default=900, help="seconds a server may take to start"
+        )
+        command.add_argument("--json", action="store_true")
+
+
+def _serve_check(known: argparse.Namespace) -> int:
+    from draftsmith import serve_check
+
+    serve_check.run(
+        known.export,
+        server=known.server,
+        command=known.server_command,
+        baseline=known.baseline,
+        max_prompts=known.max_prompts,
+        wait_s=known.wait,
+        as_json=known.json,
+    )
+    return GOOD
+
+
+def _verify(known: argparse.Namespace) -> int:
+    from draftsmith import verify
+
+    verify.run(
+        known.store,
+        command=known.server_command,
+        num_samples=known.samples,
+        wait_s=known.wait,
+        log=known.store.parent / "serve" / "verify.log",
+        as_json=known.json,
+    )
     return GOOD
 
 

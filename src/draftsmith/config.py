@@ -173,6 +173,8 @@ class DrafterConfig(_Model):
     intermediate_size: Auto | Annotated[int, Field(ge=1)] = "auto"
     """Shapes; auto: the target's when its head_dim is 64 or 128, else 32 heads, 8 KV heads of 128.
     """
+    init_from: str | None = None
+    """Warm start: a published DFlash checkpoint (z-lab's or speculators' layout), folder or hub id."""
 
     @model_validator(mode="after")
     def _one_type_a_layer(self) -> "DrafterConfig":
@@ -219,6 +221,8 @@ class TrainConfig(_Model):
 class EvaluateConfig(_Model):
     suites: Annotated[list[Literal["held_out"]], Field(min_length=1)] = ["held_out"]
     """Prompt sets."""
+    drafter: str | None = None
+    """Measure this published checkpoint (folder or hub id) in place of the trained drafter."""
     methods: Annotated[list[Method], Field(min_length=1)] = ["ar", "lookup", "chain"]
     """ar and lookup need no drafter; untrained and shuffled (another sample's features) are
     controls.

@@ -9,6 +9,7 @@ and end answers by the same rule.
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,26 @@ from draftsmith.decode.ends import AnswerEnd
 from draftsmith.decode.propose import DraftProposer, LookupProposer, NoProposer, Proposer
 from draftsmith.decode.session import TargetSession
 from draftsmith.decode.speculate import Trace, speculate
-from draftsmith.drafter.checkpoint import load_drafter, read_shape
+from draftsmith.drafter.checkpoint import find_drafter, load_drafter, read_shape
+from draftsmith.drafter.config import check_belongs
 from draftsmith.drafter.model import DFlash
 from draftsmith.metrics import summarize
 from draftsmith.monitor.state import StageReport, stage_report
 from draftsmith.target.load import (
+    TargetInfo,
     device_of,
     eos_ids,
     inspect_target,
     load_target,
     load_tokenizer,
+    text_decoder,
     unembed,
 )
+from draftsmith.target.taps import decoder_layers
 
 DRAFTED = ("chain", "untrained", "shuffled")
 EXAMPLES = 3  # texts shown in the report
+TRACES = "traces.json"
 
 
 def folder(cfg: RunConfig) -> Path:
@@ -52,17 +58,18 @@ def run(cfg: RunConfig) -> StageResult:
     greedy text differs.
     """
     out = folder(cfg)
-    tokens, trained = tokenize_stage.finished(cfg), train.finished(cfg)
+    tokens = tokenize_stage.finished(cfg)
     dtype_name = cfg.target.dtype if cfg.evaluate.dtype == "target" else cfg.evaluate.dtype
     with stage_report(cfg.root, "evaluate") as stage:
         info, tokenizer = inspect_target(cfg.target), load_tokenizer(cfg.target)
+        drafter, digest, steps = _drafter(cfg, info)
         inputs = {
-            "drafter": trained["digest"],
+            "drafter": digest,
             "tokens": tokens["digest"],
             "seed": cfg.seed,
             "compute_dtype": dtype_name,
             "device": device_of(cfg.target).type,
-            **cfg.evaluate.model_dump(exclude={"tree_budget"}),
+            **cfg.evaluate.model_dump(exclude={"tree_budget", "drafter"}),
         }
         manifest = manifests.begin(out, "eval/1", inputs, remake=True)
         if manifest["complete"]:
@@ -73,16 +80,18 @@ def run(cfg: RunConfig) -> StageResult:
         target = load_target(cfg.target, dtype=dtype)
         eos = eos_ids(tokenizer, cfg.target)
         stage.working(len(prompts) * len(cfg.evaluate.methods), "answers")
-        traces = measure(cfg, target, last_checkpoint(cfg), prompts, eos, stage)
-        result = _report(cfg, info.identity(), prompts, traces, tokenizer, trained, dtype)
+        traces = measure(cfg, target, drafter, prompts, eos, stage)
+        described = {**asdict(read_shape(drafter, info.num_layers)), "steps": steps}
+        result = _report(cfg, info.identity(), prompts, traces, tokenizer, described, dtype)
         files.write_json(out / "report.json", result)
+        files.write_json(out / TRACES, traces_json(prompts, traces))
         losses = report.read_losses(cfg.root)
         files.write_atomic(
             out / "report.html", lambda path: path.write_text(report.render_html(result, losses))
         )
         entries = {
             name: {"sha256": files.file_digest(out / name), "bytes": (out / name).stat().st_size}
-            for name in ("report.json", "report.html")
+            for name in ("report.json", "report.html", TRACES)
         }
         methods = result["suites"][0]["methods"]
         manifest = manifests.finish(
@@ -92,6 +101,37 @@ def run(cfg: RunConfig) -> StageResult:
         print(f"report: {out / 'report.html'}")
         _refuse_mismatches(result, out)
     return StageResult("evaluate", str(out), summary=manifest["counts"])
+
+
+def _drafter(cfg: RunConfig, info: TargetInfo) -> tuple[Path, str, int | None]:
+    """The checkpoint to measure, its digest, and its training steps where they are known."""
+    if cfg.evaluate.drafter is None:
+        trained = train.finished(cfg)
+        return last_checkpoint(cfg), trained["digest"], trained["counts"]["steps"]
+    path = find_drafter(cfg.evaluate.drafter)
+    check_belongs(read_shape(path, info.num_layers), info, str(path))
+    names = sorted([path / "config.json", *path.glob("*.safetensors")])
+    return path, files.digest([[f.name, files.file_digest(f)] for f in names]), None
+
+
+def report_of(cfg: RunConfig, digest: str) -> dict[str, Any] | None:
+    """The finished report of this drafter, if there is one."""
+    manifest = manifests.read(folder(cfg)) if folder(cfg).exists() else None
+    if not manifest or not manifest["complete"] or manifest["inputs"]["drafter"] != digest:
+        return None
+    return json.loads((folder(cfg) / "report.json").read_text())
+
+
+def traces_json(prompts: list[Sample], traces: dict[str, list[Trace]]) -> list[dict[str, Any]]:
+    """What happened at every prompt, for other tools and for serve-check."""
+    return [
+        {
+            "sample_id": sample.sample_id,
+            "prompt_ids": prompt_of(sample),
+            "methods": {name: asdict(mine[i]) for name, mine in traces.items()},
+        }
+        for i, sample in enumerate(prompts)
+    ]
 
 
 def last_checkpoint(cfg: RunConfig) -> Path:
@@ -140,8 +180,8 @@ def measure(
     noise hits all alike.
     """
     drafters = _drafters(cfg, target, checkpoint)
-    block_size = read_shape(checkpoint).block_size
-    taps = list(read_shape(checkpoint).taps)
+    shape = drafters["chain"].shape
+    block_size, taps = shape.block_size, list(shape.taps)
     traces: dict[str, list[Trace]] = {method: [] for method in cfg.evaluate.methods}
 
     def decode(method: str, sample: Sample, proposer: Proposer) -> Trace:
@@ -197,7 +237,10 @@ def _drafters(cfg: RunConfig, target: PreTrainedModel, checkpoint: Path) -> dict
     """The trained drafter with the weights an export holds (bf16 values), and its untrained twin."""
     shared = unembed(target)
     options: dict[str, Any] = {"dtype": shared[0].dtype, "device": target.device}
-    trained = load_drafter(checkpoint, round_to=torch.bfloat16, **options).share(*shared)
+    layers = len(decoder_layers(text_decoder(target), "target.model"))
+    trained = load_drafter(
+        checkpoint, round_to=torch.bfloat16, num_target_layers=layers, **options
+    ).share(*shared)
     twin = (
         DFlash(trained.shape)
         .init_weights(cfg.seed)
@@ -215,10 +258,9 @@ def _report(
     prompts: list[Sample],
     traces: dict[str, list[Trace]],
     tokenizer: Any,
-    trained: dict[str, Any],
+    shape: dict[str, Any],
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    shape = trained["inputs"]["drafter"]
     methods = {
         name: summarize(mine, traces["ar"], shape["block_size"]) for name, mine in traces.items()
     }
@@ -235,11 +277,8 @@ def _report(
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "target": target,
         "drafter": {
-            **{
-                k: shape[k]
-                for k in ("num_layers", "hidden_size", "block_size", "taps", "layer_types")
-            },
-            "steps": trained["counts"]["steps"],
+            k: shape[k]
+            for k in ("num_layers", "hidden_size", "block_size", "taps", "layer_types", "steps")
         },
         "settings": {
             **cfg.evaluate.model_dump(exclude={"tree_budget"}),

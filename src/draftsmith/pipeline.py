@@ -34,6 +34,8 @@ def run(cfg: RunConfig, stages: list[str] | None = None) -> list[StageResult]:
             expected="prompts to evaluate on",
             remedy="Raise it, or run the stages before evaluate one by one.",
         )
+    if "train" in names:
+        train.drafter_shape(cfg)  # what cannot be trained is refused before hours of extraction
     results = []
     for name in names:
         started = time.perf_counter()

@@ -24,8 +24,8 @@ from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig, TrainConfig
 from draftsmith.core import Sample, StageResult, UserError
 from draftsmith.drafter.blocks import draw_anchors, make_blocks, slot_weights
-from draftsmith.drafter.checkpoint import load_drafter, save_drafter
-from draftsmith.drafter.config import DrafterShape, resolve_shape
+from draftsmith.drafter.checkpoint import find_drafter, load_drafter, read_shape, save_drafter
+from draftsmith.drafter.config import DrafterShape, check_belongs, resolve_shape, warm_shape
 from draftsmith.drafter.loss import block_loss, leading_correct
 from draftsmith.drafter.model import DFlash
 from draftsmith.features import FeatureBatch, StoreSource
@@ -62,7 +62,7 @@ def run(cfg: RunConfig) -> StageResult:
         _check_anchors(samples)
         source = StoreSource(cfg.store, [sample.sample_id for sample in samples])
         steps = plan_steps(cfg.train, source, cfg.seed)
-        drafter = DFlash(shape).init_weights(cfg.seed).to(device_of(cfg.target))
+        drafter = first_weights(cfg, shape).to(device_of(cfg.target))
         drafter.share(*frozen_weights(cfg))
         last = train(cfg, drafter, source, steps, report)
         final = out / f"step-{len(steps)}"
@@ -82,12 +82,43 @@ def finished(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _inputs(cfg: RunConfig, store: dict[str, Any]) -> tuple[dict[str, Any], DrafterShape]:
+    shape = drafter_shape(cfg)
+    settings = cfg.train.model_dump(exclude={"log_every", "checkpoint_every", "keep_checkpoints"})
+    inputs = {
+        "features": store["digest"],
+        "drafter": asdict(shape),
+        "train": settings,
+        "seed": cfg.seed,
+    }
+    if cfg.drafter.init_from:
+        weights = find_drafter(cfg.drafter.init_from).glob("*.safetensors")
+        inputs["init_from"] = {path.name: files.file_digest(path) for path in weights}
+    return inputs, shape
+
+
+def drafter_shape(cfg: RunConfig) -> DrafterShape:
+    """The shape that this configuration trains. Raises UserError when it contradicts the target or
+    the warm start.
+    """
     info, tokenizer = inspect_target(cfg.target), load_tokenizer(cfg.target)
     taps = resolve_taps(cfg.features, info.num_layers)
-    shape = resolve_shape(cfg.drafter, info, taps, tokenizer, info.vocab_size)
-    settings = cfg.train.model_dump(exclude={"log_every", "checkpoint_every", "keep_checkpoints"})
-    inputs = {"features": store["digest"], "drafter": asdict(shape), "train": settings}
-    return {**inputs, "seed": cfg.seed}, shape
+    if cfg.drafter.init_from is None:
+        return resolve_shape(cfg.drafter, info, taps, tokenizer, info.vocab_size)
+    folder = find_drafter(cfg.drafter.init_from)
+    published = read_shape(folder, info.num_layers)
+    check_belongs(published, info, str(folder))
+    return warm_shape(cfg.drafter, published, taps)
+
+
+def first_weights(cfg: RunConfig, shape: DrafterShape) -> DFlash:
+    """Random, or those of drafter.init_from."""
+    drafter = DFlash(shape).init_weights(cfg.seed)
+    if cfg.drafter.init_from:
+        start = load_drafter(
+            find_drafter(cfg.drafter.init_from), num_target_layers=shape.num_target_layers
+        )
+        drafter.load_state_dict(start.state_dict())
+    return drafter
 
 
 def _check_anchors(samples: list[Sample]) -> None:

@@ -56,9 +56,35 @@ def test_the_run_is_complete_and_its_files_are_as_documented(finished):
     page = (run / "eval" / "report.html").read_text()
     assert page.count("<svg") == 3 and "http://" not in page.replace("http://www.w3.org", "").replace(
         "http://purl.org", "").replace("http://creativecommons.org", "")  # fmt: skip
-    assert {p.name for p in (run / "export").iterdir()} == {"config.json", "model.safetensors"}
+    assert {p.name for p in (run / "export").iterdir()} == {
+        "config.json", "model.safetensors", "README.md",
+    }  # fmt: skip
     assert len(load_file(run / "export" / "model.safetensors")) == 11 * 2 + 3
     assert (run / "run.yaml").exists()
+
+
+def test_replay_along_the_text_equals_the_live_loop(finished):
+    """tau without a decode loop, round for round, on a drafter that is accepted now and then."""
+    from draftsmith import configfile, evaluate, train
+    from draftsmith.decode.replay import replay
+    from draftsmith.drafter.checkpoint import load_drafter
+    from draftsmith.target.load import load_target, unembed
+
+    cfg = configfile.load(finished / "config.yaml")
+    target = load_target(cfg.target)
+    drafter = load_drafter(train.checkpoints(train.folder(cfg))[-1], round_to=torch.bfloat16).share(
+        *unembed(target)
+    )
+    prompts = json.loads((finished / "run" / "eval" / evaluate.TRACES).read_text())
+    accepted = 0
+    for prompt in prompts:
+        chain = prompt["methods"]["chain"]
+        sample = evaluate.Sample(0, prompt["prompt_ids"] + chain["tokens"], [])
+        features = evaluate.features_of(target, list(drafter.shape.taps), sample)
+        ran = replay(drafter, sample.input_ids, len(prompt["prompt_ids"]), features)
+        assert ran.emitted == chain["emitted"]
+        accepted += sum(chain["accepted"])
+    assert accepted, "a drafter that is never accepted would prove nothing"
 
 
 def test_a_second_run_skips_everything_and_changes_nothing(finished):

@@ -1,5 +1,6 @@
 """The drafter is z-lab's: the same numbers as the package `dflash` on the same weights, and masks cell by cell."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -14,9 +15,10 @@ from transformers import Qwen3Config
 from draftsmith.drafter import loss as loss_module
 from draftsmith.drafter.blocks import draw_anchors, make_blocks, slot_weights, visibility
 from draftsmith.drafter.checkpoint import load_drafter, save_drafter
-from draftsmith.drafter.config import DrafterShape, shape_from_zlab, zlab_config
+from draftsmith.drafter.config import DrafterShape, zlab_config
 from draftsmith.drafter.loss import block_loss, leading_correct
 from draftsmith.drafter.model import ContextCache, DFlash
+from draftsmith.drafter.published import shape_from
 from draftsmith.files import new_folder
 from tiny_models import VOCAB, build, random_ids
 
@@ -74,9 +76,10 @@ def test_training_forward_equals_the_dflash_package(kinds):
         torch.testing.assert_close(got[:, i * B : (i + 1) * B], want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [None, True, False])
 @pytest.mark.parametrize("kinds", [("full_attention",) * 2, MIXED])
-def test_cached_drafting_equals_the_dflash_package(kinds):
-    drafter = drafter_for(shape(kinds))
+def test_cached_drafting_equals_the_dflash_package(kinds, causal):
+    drafter = drafter_for(dataclasses.replace(shape(kinds), causal=causal))
     twin = zlab_twin(drafter)
     features, ids = torch.randn(40, 2, 64), random_ids(40)
     cache, length = ContextCache(drafter), 0
@@ -99,9 +102,10 @@ def test_cached_drafting_equals_the_dflash_package(kinds):
 def test_masks_cell_by_cell(data):
     S, B = data.draw(st.integers(2, 14)), data.draw(st.integers(2, 6))
     window = data.draw(st.sampled_from([None, 1, 3, 8]))
+    causal = data.draw(st.booleans())
     A = data.draw(st.integers(1, 4))
     anchors = [sorted(data.draw(st.integers(0, S - 1)) for _ in range(A)) for _ in range(2)]
-    got = visibility(torch.tensor(anchors), S, B, window)
+    got = visibility(torch.tensor(anchors), S, B, window=window, causal=causal)
     assert got.shape == (2, 1, A * B, S + A * B)
     for b, starts in enumerate(anchors):
         for q in range(A * B):
@@ -111,7 +115,8 @@ def test_masks_cell_by_cell(data):
                     want = k < starts[q // B] and (window is None or at - k < window)
                 else:
                     same, back = (k - S) // B == q // B, q % B - (k - S) % B
-                    want = same and (window is None or 0 <= back < window)
+                    near = window is None or -window < back < window
+                    want = same and near and (back >= 0 or not causal)
                 assert bool(got[b, 0, q, k]) == want, (b, q, k)
 
 
@@ -231,7 +236,7 @@ def test_checkpoint_has_zlabs_layout_and_drafts_the_same_tokens(tmp_path):
     assert not any(
         word in text for word in ("partial_rotary", "mrope", "auto_map", "eagle_aux", "is_causal")
     )
-    assert shape_from_zlab(config) == drafter.shape
+    assert shape_from(config, "x") == drafter.shape
     again = load_drafter(tmp_path / "export").share(*drafter._frozen)
     caches = ContextCache(drafter), ContextCache(again)
     for cache in caches:

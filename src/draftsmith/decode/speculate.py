@@ -52,7 +52,7 @@ def speculate(
         block = [anchor, *drafts]
         logits, features = session.verify(block)
         choices = logits.argmax(-1).tolist()
-        accepted = _leading_matches(drafts, choices)
+        accepted = leading_matches(drafts, choices)
         session.commit(accepted + 1)
         proposer.extend(block[: accepted + 1], features[: accepted + 1])
         trace.gaps += _gaps(logits[: accepted + 1])
@@ -71,7 +71,8 @@ def speculate(
     return trace
 
 
-def _leading_matches(drafts: list[int], choices: list[int]) -> int:
+def leading_matches(drafts: list[int], choices: list[int]) -> int:
+    """How many drafts are what the target chose, from the first on."""
     for i, (draft, choice) in enumerate(zip(drafts, choices, strict=False)):
         if draft != choice:
             return i

@@ -87,16 +87,16 @@ def make_blocks(
         valid=valid.flatten(1),
         masks={
             kind: visibility(
-                start_bA, S, B, shape.sliding_window if kind == "sliding_attention" else None
+                start_bA, S, B, window=shape.window(kind), causal=shape.is_causal(kind)
             )
             for kind in set(shape.layer_types)
         },
     )
 
 
-def visibility(anchor_bA: Tensor, S: int, B: int, window: int | None) -> Tensor:
-    """[b, 1, A*B, S + A*B] bool, True = visible. `window` None: a full layer; else a sliding,
-    causal one.
+def visibility(anchor_bA: Tensor, S: int, B: int, *, window: int | None, causal: bool) -> Tensor:
+    """[b, 1, A*B, S + A*B] bool, True = visible. `window` None: a full layer; `causal`: inside the
+    block.
     """
     b, A = anchor_bA.shape
     device = anchor_bA.device
@@ -107,8 +107,10 @@ def visibility(anchor_bA: Tensor, S: int, B: int, window: int | None) -> Tensor:
     block = torch.arange(A * B, device=device) // B
     slot = torch.arange(A * B, device=device) % B
     sees_block = (block[:, None] == block[None]).expand(b, -1, -1)
+    gap = slot[:, None] - slot[None]
+    if causal:
+        sees_block = sees_block & (gap >= 0)
     if window is not None:
         sees_context = sees_context & (query_pos[..., None] - context < window)
-        gap = slot[:, None] - slot[None]
-        sees_block = sees_block & (gap >= 0) & (gap < window)
+        sees_block = sees_block & (gap.abs() < window)
     return torch.cat([sees_context, sees_block], dim=-1)[:, None]

@@ -1,6 +1,6 @@
 """The drafter's shape, and its config.json in z-lab's layout (the keys vLLM and SGLang read)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -8,6 +8,8 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.config import DrafterConfig
 from draftsmith.core import UserError
 from draftsmith.target.load import TargetInfo
+
+NO_WINDOW = 2048
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,16 @@ class DrafterShape:
     mask_token_id: int
     taps: tuple[int, ...]
     num_target_layers: int
+    causal: bool | None = None
+    """Inside the block. None, as servers read it: sliding layers are causal, full ones are not."""
 
-    def window(self, layer: int) -> int | None:
-        """The layer's window, or None when it is full. Sliding layers are also causal inside the
-        block.
-        """
-        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+    def window(self, kind: str) -> int | None:
+        """The window of this layer type, or None when it is full."""
+        return self.sliding_window if kind == "sliding_attention" else None
+
+    def is_causal(self, kind: str) -> bool:
+        """Whether a slot of this layer type sees only the slots before it."""
+        return kind == "sliding_attention" if self.causal is None else self.causal
 
 
 def resolve_shape(
@@ -52,6 +58,10 @@ def resolve_shape(
     heads = target.num_attention_heads if like_target else 32
     kv_heads = target.num_key_value_heads if like_target else 8
 
+    types = (
+        ("full_attention",) * cfg.layers if cfg.layer_types == "auto" else tuple(cfg.layer_types)
+    )
+
     def pick(value: Any, default: int) -> int:
         return default if value == "auto" else int(value)
 
@@ -66,10 +76,9 @@ def resolve_shape(
         rope_theta=target.rope_theta,
         max_position_embeddings=target.max_position_embeddings,
         vocab_size=target.vocab_size,
-        layer_types=("full_attention",) * cfg.layers
-        if cfg.layer_types == "auto"
-        else tuple(cfg.layer_types),
-        sliding_window=cfg.sliding_window,
+        layer_types=types,
+        # a checkpoint without sliding layers names no window
+        sliding_window=cfg.sliding_window if "sliding_attention" in types else NO_WINDOW,
         block_size=cfg.block_size,
         mask_token_id=_mask_token(cfg, tokenizer, num_embedding_rows),
         taps=tuple(taps),
@@ -90,6 +99,52 @@ def resolve_shape(
             remedy="Set drafter.head_dim.",
         )
     return shape
+
+
+def check_belongs(shape: DrafterShape, target: TargetInfo, where: str) -> None:
+    """Raise UserError when this drafter is another target's."""
+    wrong = {
+        name: (getattr(shape, name), its)
+        for name, its in {
+            "hidden_size": target.hidden_size,
+            "num_target_layers": target.num_layers,
+            "vocab_size": target.vocab_size,
+        }.items()
+        if getattr(shape, name) != its
+    }
+    if wrong:
+        raise UserError(
+            where=where,
+            found=", ".join(f"{name} {mine}" for name, (mine, _) in wrong.items()),
+            expected=", ".join(f"{name} {its}" for name, (_, its) in wrong.items())
+            + f", as the target {target.name}",
+            remedy="Use a drafter that was made for this target.",
+        )
+
+
+def warm_shape(cfg: DrafterConfig, published: DrafterShape, taps: list[int]) -> DrafterShape:
+    """The shape of a warm start: the checkpoint's, which the configuration must not contradict. The
+    block may be smaller: drafters serve smaller blocks than they were trained on.
+    """
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    asked: dict[str, tuple[Any, Any]] = {
+        "features.taps": (tuple(taps), published.taps),
+        "drafter.layers": (cfg.layers, published.num_layers),
+        "drafter.mask_token_id": (cfg.mask_token_id, published.mask_token_id),
+        **{f"drafter.{name}": (getattr(cfg, name), getattr(published, name)) for name in names},
+    }
+    if cfg.layer_types != "auto":
+        asked["drafter.layer_types"] = (tuple(cfg.layer_types), published.layer_types)
+    wrong = {key: pair for key, pair in asked.items() if pair[0] not in ("auto", pair[1])}
+    if wrong:
+        raise UserError(
+            where=", ".join(wrong),
+            found=", ".join(str(mine) for mine, _ in wrong.values()),
+            expected=", ".join(str(its) for _, its in wrong.values())
+            + f", as in drafter.init_from {cfg.init_from}",
+            remedy="Set these keys to the checkpoint's values.",
+        )
+    return replace(published, block_size=cfg.block_size)
 
 
 def _mask_token(cfg: DrafterConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> int:
@@ -138,6 +193,9 @@ def zlab_config(shape: DrafterShape, dtype: str = "bfloat16") -> dict[str, Any]:
     auto_map, no eagle ids.
     """
     sliding = "sliding_attention" in shape.layer_types
+    # vLLM and the package dflash each read their own key; unset, sliding layers are causal
+    causal = {} if shape.causal is None else {"causal": shape.causal}
+    is_causal = {} if shape.causal is None else {"is_causal": shape.causal}
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -148,7 +206,9 @@ def zlab_config(shape: DrafterShape, dtype: str = "bfloat16") -> dict[str, Any]:
             "block_size": shape.block_size,
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": list(shape.taps),
+            **causal,
         },
+        **is_causal,
         "dtype": dtype,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
@@ -172,26 +232,3 @@ def zlab_config(shape: DrafterShape, dtype: str = "bfloat16") -> dict[str, Any]:
         "use_cache": True,
         "vocab_size": shape.vocab_size,
     }
-
-
-def shape_from_zlab(config: dict[str, Any]) -> DrafterShape:
-    """The inverse of `zlab_config`, for a checkpoint's config.json."""
-    nested = config["dflash_config"]
-    return DrafterShape(
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
-        num_attention_heads=config["num_attention_heads"],
-        num_key_value_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        rms_norm_eps=config["rms_norm_eps"],
-        rope_theta=config["rope_theta"],
-        max_position_embeddings=config["max_position_embeddings"],
-        vocab_size=config["vocab_size"],
-        layer_types=tuple(config["layer_types"]),
-        sliding_window=config["sliding_window"] or DrafterConfig().sliding_window,
-        block_size=nested.get("block_size", config.get("block_size")),
-        mask_token_id=nested["mask_token_id"],
-        taps=tuple(nested["target_layer_ids"]),
-        num_target_layers=config["num_target_layers"],
-    )

@@ -160,15 +160,19 @@ class DFlash(nn.Module):
         self._frozen = (embedding, head, softcap)
         return self
 
+    @property
+    def shared(self) -> tuple[Tensor, Tensor, float]:
+        """What share() borrowed."""
+        assert self._frozen is not None, "share() the target's embedding and lm_head first"
+        return self._frozen
+
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of the target's embedding."""
-        assert self._frozen is not None, "share() the target's embedding first"
-        return F.embedding(ids, self._frozen[0])
+        return F.embedding(ids, self.shared[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's lm_head on the drafter's output."""
-        assert self._frozen is not None, "share() the target's lm_head first"
-        _, head, softcap = self._frozen
+        _, head, softcap = self.shared
         logits = F.linear(hidden, head)
         return softcap * torch.tanh(logits / softcap) if softcap else logits
 
@@ -220,12 +224,14 @@ class DFlash(nn.Module):
         return self.logits(self.norm(x[0, 1:])).argmax(-1).tolist()
 
     def _decode_mask(self, layer: int, positions_B: Tensor, length: int) -> Tensor | None:
-        window = self.shape.window(layer)
-        if window is None:
+        kind = self.shape.layer_types[layer]
+        window, causal = self.shape.window(kind), self.shape.is_causal(kind)
+        if window is None and not causal:
             return None
         keys = torch.arange(length + len(positions_B), device=positions_B.device)
         gap = positions_B[:, None] - keys[None]
-        return ((gap >= 0) & (gap < window))[None, None]
+        seen = gap >= 0 if causal else gap > -len(positions_B)
+        return (seen if window is None else seen & (gap.abs() < window))[None, None]
 
 
 class ContextCache:

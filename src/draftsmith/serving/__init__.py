@@ -1,0 +1,1 @@
+"""What a real server does with an export: started, asked, and compared with our own loop."""

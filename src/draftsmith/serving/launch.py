@@ -1,0 +1,118 @@
+"""Starting a server from the user's own command, waiting until it answers, stopping it with all its
+processes.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from draftsmith.core import UserError
+
+STOP_S = 30
+CAUSE = re.compile(r"\b(\w*(Error|Exception)): .+|CUDA out of memory.*|No space left.*")
+ECHO = re.compile(r"See (root cause|stack trace)|Engine core initialization failed|EngineDeadError")
+
+
+@contextlib.contextmanager
+def running(command: str, options: list[str], log: Path, *, wait_s: float) -> Iterator[str]:
+    """The server's URL while the block lasts. `command` starts it on this machine; `options` and a
+    free port are added. Raises UserError with the first cause in its log when it does not come up.
+    """
+    port = _free_port()
+    args = [*shlex.split(command), *options, "--port", str(port)]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w") as out:
+        out.write(shlex.join(args) + "\n")
+        out.flush()
+        try:
+            process = subprocess.Popen(
+                args, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError as error:
+            raise UserError(
+                where="--command",
+                found=f"{args[0]}, which does not start ({error.strerror})",
+                expected="a command that serves the target",
+                remedy="Try it in a shell.",
+            ) from None
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait(process, url, log, wait_s)
+        yield url
+    finally:
+        _stop(process)
+
+
+def _wait(process: subprocess.Popen, url: str, log: Path, wait_s: float) -> None:
+    begun = time.monotonic()
+    said = begun
+    while True:
+        code = process.poll()
+        if code is not None:
+            raise UserError(
+                where="--command",
+                found=f"a server that ended with exit code {code}: {first_cause(log)}",
+                expected="one that comes up",
+                remedy=f"Its log: {log}",
+            )
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        now = time.monotonic()
+        if now - begun > wait_s:
+            raise UserError(
+                where="--command",
+                found=f"a server that does not answer after {wait_s:.0f} s",
+                expected=f"{url}/health to answer 200",
+                remedy=f"Its log: {log}. Raise --wait if it is still loading.",
+            )
+        if now - said > 20:
+            said = now
+            print(f"waiting for the server, {now - begun:.0f} s ({log})", flush=True)
+        time.sleep(1)
+
+
+def first_cause(log: Path) -> str:
+    """The first error in a server's log that is not an echo of another one; servers end with
+    'see root cause above'.
+    """
+    for line in log.read_text(errors="replace").splitlines():
+        found = CAUSE.search(line)
+        if found and not ECHO.search(line):
+            return found.group(0)[:300]
+    return "no error in its log"
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """SIGTERM to the whole session, SIGKILL to what is left: no orphan, no held GPU."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+    deadline = time.monotonic() + STOP_S
+    while _session_lives(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.2)  # a GPU is free only when its last process is gone
+
+
+def _session_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
