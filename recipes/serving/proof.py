@@ -42,17 +42,19 @@ def main() -> None:
         "--eager", default="", help="options for the planted servers, which need no speed"
     )
     parser.add_argument("--max-prompts", type=int, default=96)
+    parser.add_argument("--mistakes", nargs="*", default=list(MISTAKES))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     export = args.run / "export"
     summary: dict = {}
 
     check = ("serve-check", export, "--command", args.command, "--max-prompts", args.max_prompts)
-    summary["serve-check"] = draftsmith(*check)
-    shutil.copy(args.run / "serve" / "report.json", args.out / "serve.json")
+    if args.max_prompts:
+        summary["serve-check"] = draftsmith(*check)
+        shutil.copy(args.run / "serve" / "report.json", args.out / "serve.json")
 
     block_size = read_shape(export).block_size
-    for mistake, name in MISTAKES.items():
+    for mistake, name in [(m, n) for m, n in MISTAKES.items() if m in args.mistakes]:
         wrong = args.out / f"planted-{mistake}"
         plant(export, wrong, mistake)
         options = drafter_options(str(wrong.absolute()), block_size, sglang=False)

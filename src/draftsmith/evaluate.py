@@ -262,7 +262,8 @@ def _report(
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     methods = {
-        name: summarize(mine, traces["ar"], shape["block_size"]) for name, mine in traces.items()
+        name: summarize(mine, traces["ar"], shape["block_size"], str(dtype).removeprefix("torch."))
+        for name, mine in traces.items()
     }
     examples = [
         {

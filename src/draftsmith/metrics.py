@@ -12,12 +12,17 @@ import numpy as np
 
 from draftsmith.decode.speculate import Trace
 
-NEAR_TIE = 1e-3  # top-2 logit gap under which fp32 rounding may choose either token
+NEAR_TIES = {"float32": 1e-3, "bfloat16": 0.25}
+"""Top-2 logit gaps under which rounding may choose either token. In bf16 logits between 16 and 32
+are 0.125 apart, and each of the two may be off by one step.
+"""
 
 
-def summarize(traces: list[Trace], reference: list[Trace], block_size: int) -> dict[str, Any]:
+def summarize(
+    traces: list[Trace], reference: list[Trace], block_size: int, dtype: str = "float32"
+) -> dict[str, Any]:
     """One method's entry in report.json. `reference` are the autoregressive traces of the same
-    prompts.
+    prompts; `dtype` is what both were computed in.
     """
     rounds = np.array([len(t.emitted) for t in traces])
     tokens = np.array([sum(t.emitted) for t in traces])
@@ -53,7 +58,7 @@ def summarize(traces: list[Trace], reference: list[Trace], block_size: int) -> d
             reason: sum(t.stop_reason == reason for t in traces)
             for reason in ("eos", "length", "loop")
         },
-        **compare(traces, reference),
+        **compare(traces, reference, NEAR_TIES[dtype]),
     }
 
 
@@ -66,7 +71,9 @@ def bootstrap_tau(
     return [float(x) for x in np.percentile(taus, [2.5, 97.5])]
 
 
-def compare(traces: list[Trace], reference: list[Trace]) -> dict[str, Any]:
+def compare(
+    traces: list[Trace], reference: list[Trace], near_tie: float = NEAR_TIES["float32"]
+) -> dict[str, Any]:
     """How many texts equal the autoregressive ones. A difference is judged where it begins: a near
     tie or a mismatch.
     """
@@ -80,7 +87,7 @@ def compare(traces: list[Trace], reference: list[Trace]) -> dict[str, Any]:
         )
         gap = ref.gaps[at] if at < len(ref.gaps) else float("inf")
         differing.append({"prompt": prompt, "token": at, "top2_gap": gap})
-    near = [d for d in differing if d["top2_gap"] <= NEAR_TIE]
+    near = [d for d in differing if d["top2_gap"] <= near_tie]
     return {
         "identical": len(traces) - len(differing),
         "mismatches": len(differing) - len(near),

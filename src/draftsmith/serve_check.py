@@ -5,27 +5,20 @@ that fits when they differ.
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
-from rich.console import Console
-from rich.table import Table
 
 from draftsmith import configfile, evaluate, files, prepare, tables
 from draftsmith.config import RunConfig
 from draftsmith.core import FaultFound, UserError
 from draftsmith.drafter.checkpoint import find_drafter, load_drafter, read_shape
 from draftsmith.drafter.config import DrafterShape
-from draftsmith.metrics import bootstrap_tau
-from draftsmith.serving import mismatches
+from draftsmith.metrics import NEAR_TIES
+from draftsmith.serving import compare, mismatches
 from draftsmith.serving.client import Answer, Client, connect
 from draftsmith.serving.launch import running
 from draftsmith.target.load import eos_ids, load_target, load_tokenizer, unembed
 
-TAU_WITHIN, SLOT_WITHIN = 0.03, 0.03
-NEAR_TIE = 2**-6  # of the top logit: four bf16 roundings
 DIAGNOSED = 32  # prompts replayed for the diagnosis
 
 
@@ -57,20 +50,19 @@ def run(
                 answers[name], about = _ask(connect(url), cfg, prompts, eos)
         result["server"] = about.pop("server")
         result.setdefault("template", about.pop("template"))
-        result["runs"][name] = _numbers(answers[name], shape.block_size)
+        result["runs"][name] = compare.numbers(answers[name])
     measured = [prompt["methods"] for prompt in prompts]
-    result["runs"]["evaluate"] = _measured([m["chain"] for m in measured], shape.block_size)
+    result["runs"]["evaluate"] = compare.measured([m["chain"] for m in measured], shape.block_size)
     texts = {name: [a.tokens for a in mine] for name, mine in answers.items()}
     texts["evaluate"] = [m["ar"]["tokens"] for m in measured]
-    result["acceptance"] = _acceptance(result["runs"], shape)
+    result["acceptance"] = compare.judge(result["runs"], shape)
     reference = "plain" if "plain" in texts else "evaluate"
-    differing = _differing(texts["drafter"], texts[reference])
-    if differing or not result["acceptance"]["agrees"]:
-        _diagnose(cfg, export, result, prompts, answers["drafter"], texts[reference], differing)
-    result["text"] = _text(texts, reference, result.get("gaps", {}))
+    differing = compare.differing(texts["drafter"], texts[reference])
+    _diagnose(cfg, export, result, prompts, answers["drafter"], texts[reference], differing)
+    result["text"] = compare.text_summary(texts, reference, result.get("gaps", {}))
     files.write_json(out / "report.json", result)
-    print(json.dumps(result, indent=1) if as_json else _table(result))
-    faults = _faults(result)
+    print(json.dumps(result, indent=1) if as_json else compare.table(result))
+    faults = compare.faults(result)
     if faults:
         raise FaultFound("; ".join(faults) + f"; see {out / 'report.json'}")
 
@@ -178,65 +170,6 @@ def _template(client: Client, cfg: RunConfig, prompts: list[dict[str, Any]]) -> 
     return "same"
 
 
-def _numbers(answers: list[Answer], block_size: int) -> dict[str, Any]:
-    tokens = [len(a.tokens) - 1 for a in answers]  # the prefill's belongs to no round
-    rounds = [a.rounds or n for a, n in zip(answers, tokens, strict=True)]
-    total = sum(a.rounds for a in answers)
-    by_slot = [a.accepted_by_slot for a in answers if a.accepted_by_slot]
-    seconds = sum(a.seconds for a in answers)
-    return {
-        "tau_pooled": sum(tokens) / max(1, sum(rounds)),
-        "tau_ci95": bootstrap_tau(_array(tokens), _array(rounds)),
-        "survival": [sum(slot) / total for slot in zip(*by_slot, strict=True)] if total else [],
-        "drafted_per_round": sum(a.drafted for a in answers) / total if total else 0.0,
-        "tokens_per_s": sum(len(a.tokens) for a in answers) / seconds,
-        "rounds": total,
-        "answers": [asdict(a) for a in answers],
-    }
-
-
-def _measured(traces: list[dict[str, Any]], block_size: int) -> dict[str, Any]:
-    tokens = [sum(t["emitted"]) for t in traces]
-    rounds = [len(t["emitted"]) for t in traces]
-    accepted = [a for t in traces for a in t["accepted"]]
-    return {
-        "tau_pooled": sum(tokens) / max(1, sum(rounds)),
-        "tau_ci95": bootstrap_tau(_array(tokens), _array(rounds)),
-        "survival": [
-            sum(a >= k for a in accepted) / max(1, len(accepted)) for k in range(1, block_size)
-        ],
-        "tokens_per_s": sum(len(t["tokens"]) for t in traces)
-        / max(1e-9, sum(t["decode_s"] for t in traces)),
-        "rounds": sum(rounds),
-    }
-
-
-def _array(values: list[int]) -> Any:
-    return torch.tensor(values).numpy()
-
-
-def _acceptance(runs: dict[str, Any], shape: DrafterShape) -> dict[str, Any]:
-    """Served tau and survival against evaluate's on the same prompts."""
-    served, ours = runs["drafter"], runs["evaluate"]
-    if not served["rounds"]:
-        return {"agrees": False, "fault": "the server made no drafts"}
-    ratio = served["tau_pooled"] / ours["tau_pooled"]
-    slots = [abs(a - b) for a, b in zip(served["survival"], ours["survival"], strict=False)]
-    drafts = round(served["drafted_per_round"]) if served["drafted_per_round"] else None
-    out: dict[str, Any] = {"tau_ratio": ratio, "largest_slot_difference": max(slots, default=None)}
-    if drafts is not None and drafts != shape.block_size - 1:
-        out["fault"] = (
-            f"block size: the server drafts {drafts} tokens, the export's block gives "
-            f"{shape.block_size - 1} (num_speculative_tokens)"
-        )
-    near = abs(ratio - 1) <= TAU_WITHIN and max(slots, default=0.0) <= SLOT_WITHIN
-    return {**out, "agrees": near and "fault" not in out}
-
-
-def _differing(texts: list[list[int]], reference: list[list[int]]) -> list[int]:
-    return [i for i, (a, b) in enumerate(zip(texts, reference, strict=True)) if a != b]
-
-
 def _diagnose(
     cfg: RunConfig,
     export: Path,
@@ -246,24 +179,27 @@ def _diagnose(
     reference: list[list[int]],
     differing: list[int],
 ) -> None:
-    """Load the target here: how near a tie the texts part, and which mistake fits the acceptance."""
+    """Load the target here: how near a tie the texts part, and which mistake, if any, fits the
+    rounds that each prompt took better than the drafter as trained. Pooled tau alone would hide a
+    small one.
+    """
     model = load_target(cfg.target)
     tokenizer: Any = load_tokenizer(cfg.target)
     drafter = load_drafter(
         export, dtype=model.dtype, device=model.device, num_target_layers=None
     ).share(*unembed(model))
     taps = list(drafter.shape.taps)
-    result["gaps"] = {}
+    result["gaps"], tie = {}, NEAR_TIES[str(model.dtype).removeprefix("torch.")]
     for i in differing:
         prompt, text = prompts[i]["prompt_ids"], reference[i]
-        at = _first_difference(answers[i].tokens, text)
+        at = compare.first_difference(answers[i].tokens, text)
         _, logits = mismatches.states_of(model, taps, prompt + text[:at])
         top = logits[-1].topk(2).values.tolist()
-        result["gaps"][str(i)] = {"token": at, "gap": top[0] - top[1], "top": top[0]}
+        result["gaps"][str(i)] = {"token": at, "gap": top[0] - top[1], "tie": tie}
     acceptance = result["acceptance"]
-    if acceptance["agrees"] or "fault" in acceptance:
+    if "fault" in acceptance:
         return
-    print("serve-check: acceptance differs; replaying known mistakes", flush=True)
+    print("serve-check: replaying the served texts, as trained and with known mistakes", flush=True)
     texts = []
     for prompt, answer in list(zip(prompts, answers, strict=True))[:DIAGNOSED]:
         ids = prompt["prompt_ids"] + answer.tokens
@@ -277,76 +213,3 @@ def _diagnose(
     )
     acceptance["fits"] = mismatches.explain(mismatches.known(drafter, suspects), texts)
     acceptance["named"] = mismatches.verdict(acceptance["fits"])
-
-
-def _first_difference(a: list[int], b: list[int]) -> int:
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
-
-
-def _text(
-    texts: dict[str, list[list[int]]], reference: str, gaps: dict[str, Any]
-) -> dict[str, Any]:
-    """Texts with the drafter against those without; where they part, a near tie or a mismatch."""
-    count = len(texts["drafter"])
-    near = sum(g["gap"] <= NEAR_TIE * abs(g["top"]) for g in gaps.values())
-    return {
-        "reference": reference,
-        "num_prompts": count,
-        "identical": count - len(gaps),
-        "near_ties": near,
-        "mismatches": len(gaps) - near,
-        "differences": gaps,
-        "identical_to_evaluate": count - len(_differing(texts["drafter"], texts["evaluate"])),
-    }
-
-
-def _faults(result: dict[str, Any]) -> list[str]:
-    faults, acceptance, text = [], result["acceptance"], result["text"]
-    if "fault" in acceptance:
-        faults.append(acceptance["fault"])
-    elif not acceptance["agrees"]:
-        found = f"served tau is {acceptance['tau_ratio']:.2f} of evaluate's"
-        named = acceptance.get("named")
-        faults.append(
-            f"{found}: {named['name']} fits; {named['advice']}"
-            if named
-            else f"{found}, and no known mismatch fits"
-        )
-    if text["mismatches"]:
-        faults.append(
-            f"{text['mismatches']} texts differ beyond near ties from {text['reference']}'s"
-        )
-    if result["template"] == "differs":
-        faults.append("the server's chat template makes other prompts than those trained on")
-    elif result["template"] == "same with our variables":
-        faults.append(
-            "thinking flag: the server's chat endpoint makes the trained prompts only with "
-            "tokenize.template_kwargs; clients must send them as chat_template_kwargs"
-        )
-    return faults
-
-
-def _table(result: dict[str, Any]) -> str:
-    table = Table(title=f"{result['server']}: {result['text']['num_prompts']} held-out prompts")
-    for column in ("run", "tau", "95% interval", "survival by slot", "tokens/s"):
-        table.add_column(column)
-    for name, run in result["runs"].items():
-        low, high = run["tau_ci95"]
-        survival = " ".join(f"{x:.2f}" for x in run["survival"]) or "-"
-        table.add_row(
-            name,
-            f"{run['tau_pooled']:.3f}",
-            f"{low:.2f}-{high:.2f}",
-            survival,
-            f"{run['tokens_per_s']:.0f}",
-        )
-    console = Console(width=120, record=True, quiet=True)
-    console.print(table)
-    text = result["text"]
-    lines = [
-        f"text with the drafter: {text['identical']}/{text['num_prompts']} identical to "
-        f"{text['reference']}'s, {text['near_ties']} near ties, {text['mismatches']} mismatches",
-        f"chat template: {result['template']}",
-    ]
-    return console.export_text() + "\n".join(lines)

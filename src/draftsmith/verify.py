@@ -4,6 +4,7 @@ and served on the other.
 """
 
 import fcntl
+import io
 import json
 import tempfile
 from pathlib import Path
@@ -167,6 +168,6 @@ def table(result: dict[str, Any]) -> str:
             f"{tap['error_median']:.4f}", f"{tap['error_max']:.3f}", str(tap["zero_rows"]),
             tap["finding"],
         )  # fmt: skip
-    console = Console(width=130, record=True, quiet=True)
+    console = Console(width=130, file=io.StringIO())
     console.print(grid)
-    return console.export_text()
+    return console.file.getvalue()  # type: ignore[attr-defined]

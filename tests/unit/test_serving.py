@@ -10,11 +10,11 @@ import pytest
 import torch
 from test_drafter import drafter_for, shape
 
-from draftsmith import serve_check, verify
+from draftsmith import verify
 from draftsmith.core import UserError
 from draftsmith.decode.replay import replay
 from draftsmith.drafter.model import ContextCache
-from draftsmith.serving import mismatches
+from draftsmith.serving import compare, mismatches
 from draftsmith.serving.client import Answer, connect
 from draftsmith.serving.launch import first_cause, running
 from tiny_models import random_ids
@@ -180,14 +180,14 @@ def test_served_numbers_are_evaluates_numbers():
     emitted, accepted = [3, 1, 2], [2, 0, 1]
     traces = [{"emitted": emitted, "accepted": accepted, "tokens": [0] * 7, "decode_s": 1.0}]
     answer = Answer([0] * 7, 1.0, rounds=3, drafted=9, accepted=3, accepted_by_slot=[2, 1, 0])
-    served, ours = serve_check._numbers([answer], 4), serve_check._measured(traces, 4)
+    served, ours = compare.numbers([answer]), compare.measured(traces, 4)
     for key in ("tau_pooled", "survival", "rounds"):
         assert served[key] == pytest.approx(ours[key])
     runs = {"drafter": served, "evaluate": ours}
-    assert serve_check._acceptance(runs, shape(block=4))["agrees"]
-    assert "block size" in serve_check._acceptance(runs, shape(block=8))["fault"]
-    slower = serve_check._numbers([Answer([0] * 7, 1.0, 4, 12, 2, [2, 0, 0])], 4)
-    assert not serve_check._acceptance({**runs, "drafter": slower}, shape(block=4))["agrees"]
+    assert compare.judge(runs, shape(block=4))["agrees"]
+    assert "block size" in compare.judge(runs, shape(block=8))["fault"]
+    slower = compare.numbers([Answer([0] * 7, 1.0, 4, 12, 2, [2, 0, 0])])
+    assert not compare.judge({**runs, "drafter": slower}, shape(block=4))["agrees"]
 
 
 def states_pairs(change=lambda theirs: theirs):
