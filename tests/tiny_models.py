@@ -36,6 +36,10 @@ MOE = {
 CONFIGS = {
     "qwen3": lambda: tf.Qwen3Config(**BASE, num_hidden_layers=6, head_dim=16),
     "qwen3_5": lambda: tf.Qwen3_5TextConfig(**BASE, num_hidden_layers=4, head_dim=16, **GDN),
+    "qwen3_5_moe": lambda: tf.Qwen3_5MoeTextConfig(
+        **BASE, num_hidden_layers=4, head_dim=16, **GDN, **MOE
+    ),
+    "llama": lambda: tf.LlamaConfig(**BASE, num_hidden_layers=4, head_dim=16),
     "qwen3_next": lambda: tf.Qwen3NextConfig(
         **BASE, num_hidden_layers=4, head_dim=16, **GDN, **MOE
     ),

@@ -95,7 +95,7 @@ def main() -> None:
     text_batches = text.eval_batches(
         4096, row_tokens=512, num_batches=max(1, args.num_text_rows // 8)
     )
-    lines = (args.assets / "demo-prompts.jsonl").read_text().splitlines()[: args.num_prompts]
+    lines = (args.work / "judged-prompts.jsonl").read_text().splitlines()[: args.num_prompts]
     records = [json.loads(line) for line in lines]
     prompts = [
         tokenizer.apply_chat_template(r["messages"], tokenize=False, add_generation_prompt=True)

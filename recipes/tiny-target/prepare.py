@@ -108,6 +108,14 @@ def choose_prompts(
     return chosen
 
 
+def save_prompts(path: Path, chats: list[Chat]) -> None:
+    """Write prompts as a messages file."""
+    with path.open("w") as out:
+        for chat in chats:
+            message = {"role": "user", "content": chat.prompt}
+            out.write(json.dumps({"messages": [message], "source": chat.source}) + "\n")
+
+
 def describe(name: str, encoded: list[tuple[Chat, list[int], list[int]]]) -> None:
     """Print the counts and answer lengths of a set of chats."""
     print(f"{name}: {len(encoded)} chats")
@@ -141,10 +149,8 @@ def main() -> None:
     save_chats(args.work / "held_out_chats.npz", evaluated)
     short = [item for item in held_out_chats if len(item[1]) <= MAX_DEMO_PROMPT_TOKENS]
     demo = choose_prompts(short, DEMO_SHARES, trained=trained_chats, seed=SEED)
-    with (args.assets / "demo-prompts.jsonl").open("w") as out:
-        for chat in demo:
-            message = {"role": "user", "content": chat.prompt}
-            out.write(json.dumps({"messages": [message], "source": chat.source}) + "\n")
+    save_prompts(args.work / "judged-prompts.jsonl", judged)
+    save_prompts(args.assets / "demo-prompts.jsonl", demo)
 
     stats = {
         "train_files": len(train),

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 Auto = Literal["auto"]
-Method = Literal["ar", "lookup", "chain", "untrained", "shuffled"]
+Method = Literal["ar", "lookup", "chain", "tree", "untrained", "shuffled"]
 
 
 def _greedy(temperature: float) -> float:
@@ -233,9 +233,7 @@ class EvaluateConfig(_Model):
     temperature: Greedy = 0.0
     """Greedy."""
     tree_budget: Annotated[int, Field(ge=1)] = 64
-    """Nodes of a draft tree, the root not counted; used by the method tree, which this version
-    lacks.
-    """
+    """Nodes of a draft tree, the root not counted; for the method tree."""
     dtype: Literal["target", "float32"] = "target"
     """Compute dtype of target and drafter in evaluation."""
     loop_ngram: Annotated[int, Field(ge=2)] | None = None

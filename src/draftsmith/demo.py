@@ -12,7 +12,7 @@ from draftsmith import configfile, pipeline
 ASSETS = "assets"
 DEMO: dict[str, Any] = {
     "target": {"dtype": "float32", "device": "cpu"},
-    "prepare": {"held_out": 0.02, "max_samples": 3300, "max_held_out": 32},
+    "prepare": {"held_out": 0.02, "max_samples": 2900, "max_held_out": 28},
     "regenerate": {
         "max_new_tokens": 64,
         "batch_size": 240,
@@ -35,7 +35,7 @@ DEMO: dict[str, Any] = {
     },
     "evaluate": {
         "methods": ["ar", "lookup", "chain", "untrained", "shuffled"],
-        "max_prompts": 32,
+        "max_prompts": 28,
         "max_new_tokens": 64,
         "loop_ngram": 12,
     },

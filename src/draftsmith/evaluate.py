@@ -1,7 +1,8 @@
 """The evaluate stage: what the drafter is worth on held-out prompts, in the real loop, beside
 baselines and controls.
 
-ar: one token a call. lookup: prompt lookup. chain: the trained drafter. Controls: untrained (the
+ar: one token a call. lookup: prompt lookup. chain: the trained drafter. tree: the same drafter's most
+probable prefixes (evaluate.tree_budget nodes). Controls: untrained (the
 same network before training) and shuffled (the trained one fed another sample's features); a
 drafter that does not beat both has learnt nothing from the features. All methods run the same loop
 and end answers by the same rule.
@@ -14,23 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 import draftsmith.tokenize as tokenize_stage
 from draftsmith import files, report, train
 from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig
 from draftsmith.core import FaultFound, Sample, StageResult, UserError
-from draftsmith.decode.ends import AnswerEnd
-from draftsmith.decode.propose import DraftProposer, LookupProposer, NoProposer, Proposer
-from draftsmith.decode.session import TargetSession
-from draftsmith.decode.speculate import Trace, speculate
-from draftsmith.drafter.checkpoint import find_drafter, load_drafter, read_shape
+from draftsmith.decode.methods import measure, prompt_of
+from draftsmith.decode.speculate import Trace
+from draftsmith.drafter.checkpoint import find_drafter, read_shape
 from draftsmith.drafter.config import check_belongs
-from draftsmith.drafter.model import DFlash
 from draftsmith.metrics import summarize
-from draftsmith.monitor.state import StageReport, stage_report
+from draftsmith.monitor.state import stage_report
 from draftsmith.target.load import (
     TargetInfo,
     device_of,
@@ -38,12 +34,8 @@ from draftsmith.target.load import (
     inspect_target,
     load_target,
     load_tokenizer,
-    text_decoder,
-    unembed,
 )
-from draftsmith.target.taps import decoder_layers
 
-DRAFTED = ("chain", "untrained", "shuffled")
 EXAMPLES = 3  # texts shown in the report
 TRACES = "traces.json"
 
@@ -69,7 +61,7 @@ def run(cfg: RunConfig) -> StageResult:
             "seed": cfg.seed,
             "compute_dtype": dtype_name,
             "device": device_of(cfg.target).type,
-            **cfg.evaluate.model_dump(exclude={"tree_budget", "drafter"}),
+            **cfg.evaluate.model_dump(exclude={"drafter"}),
         }
         manifest = manifests.begin(out, "eval/1", inputs, remake=True)
         if manifest["complete"]:
@@ -80,7 +72,7 @@ def run(cfg: RunConfig) -> StageResult:
         target = load_target(cfg.target, dtype=dtype)
         eos = eos_ids(tokenizer, cfg.target)
         stage.working(len(prompts) * len(cfg.evaluate.methods), "answers")
-        traces = measure(cfg, target, drafter, prompts, eos, stage)
+        traces = measure(cfg, target, drafter, prompts, eos, stage.progress)
         described = {**asdict(read_shape(drafter, info.num_layers)), "steps": steps}
         result = _report(cfg, info.identity(), prompts, traces, tokenizer, described, dtype)
         files.write_json(out / "report.json", result)
@@ -163,95 +155,6 @@ def held_out_prompts(cfg: RunConfig, tokens: dict[str, Any]) -> list[Sample]:
     return chosen[: cfg.evaluate.max_prompts]
 
 
-def prompt_of(sample: Sample) -> list[int]:
-    """The tokens before the supervised answer."""
-    return sample.input_ids[: sample.loss_mask.index(1)]
-
-
-def measure(
-    cfg: RunConfig,
-    target: PreTrainedModel,
-    checkpoint: Path,
-    prompts: list[Sample],
-    eos: list[int],
-    stage: StageReport | None = None,
-) -> dict[str, list[Trace]]:
-    """Every method's trace of every prompt. Methods take turns prompt by prompt, so that machine
-    noise hits all alike.
-    """
-    drafters = _drafters(cfg, target, checkpoint)
-    shape = drafters["chain"].shape
-    block_size, taps = shape.block_size, list(shape.taps)
-    traces: dict[str, list[Trace]] = {method: [] for method in cfg.evaluate.methods}
-
-    def decode(method: str, sample: Sample, proposer: Proposer) -> Trace:
-        end = AnswerEnd(
-            eos_ids=eos,
-            max_new_tokens=cfg.evaluate.max_new_tokens,
-            loop_ngram=cfg.evaluate.loop_ngram,
-        )
-        session = TargetSession(target, taps if method in DRAFTED else [])
-        return speculate(session, prompt_of(sample), proposer, end)
-
-    decode("ar", prompts[0], NoProposer())  # warm up
-    done = 0
-    for i, sample in enumerate(prompts):
-        traces["ar"].append(decode("ar", sample, NoProposer()))
-        other = prompts[(i + 1) % len(prompts)]
-        for method in cfg.evaluate.methods:
-            if method == "lookup":
-                traces[method].append(decode(method, sample, LookupProposer(block_size - 1)))
-            elif method == "shuffled":
-                features = features_of(target, taps, other)
-                traces[method].append(
-                    decode(method, sample, DraftProposer(drafters["chain"], features))
-                )
-            elif method in DRAFTED:
-                traces[method].append(decode(method, sample, DraftProposer(drafters[method])))
-        done += len(traces)
-        if stage:
-            shown = {f"tau_{m}": _running_tau(traces[m]) for m in cfg.evaluate.methods if m != "ar"}
-            stage.progress(done, **shown)
-    if not any(trace.emitted for trace in traces["ar"]):
-        raise UserError(
-            where="evaluate",
-            found="no answer of more than one token",
-            expected="something to draft",
-            remedy="Look at the answers (RUN/data/answers), or use other prompts.",
-        )
-    return traces
-
-
-@torch.inference_mode()
-def features_of(target: PreTrainedModel, taps: list[int], sample: Sample) -> Tensor:
-    """Features [n, taps, H] of a whole sample, its answer included."""
-    _, features = TargetSession(target, taps).prefill(sample.input_ids)
-    return features
-
-
-def _running_tau(traces: list[Trace]) -> float:
-    return sum(sum(t.emitted) for t in traces) / max(1, sum(len(t.emitted) for t in traces))
-
-
-def _drafters(cfg: RunConfig, target: PreTrainedModel, checkpoint: Path) -> dict[str, DFlash]:
-    """The trained drafter with the weights an export holds (bf16 values), and its untrained twin."""
-    shared = unembed(target)
-    options: dict[str, Any] = {"dtype": shared[0].dtype, "device": target.device}
-    layers = len(decoder_layers(text_decoder(target), "target.model"))
-    trained = load_drafter(
-        checkpoint, round_to=torch.bfloat16, num_target_layers=layers, **options
-    ).share(*shared)
-    twin = (
-        DFlash(trained.shape)
-        .init_weights(cfg.seed)
-        .to(**options)
-        .eval()
-        .requires_grad_(False)
-        .share(*shared)
-    )
-    return {"chain": trained, "untrained": twin}
-
-
 def _report(
     cfg: RunConfig,
     target: dict[str, Any],
@@ -282,7 +185,7 @@ def _report(
             for k in ("num_layers", "hidden_size", "block_size", "taps", "layer_types", "steps")
         },
         "settings": {
-            **cfg.evaluate.model_dump(exclude={"tree_budget"}),
+            **cfg.evaluate.model_dump(exclude={"drafter"}),
             "compute_dtype": str(dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "device": str(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"),

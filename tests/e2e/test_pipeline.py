@@ -66,6 +66,8 @@ def test_the_run_is_complete_and_its_files_are_as_documented(finished):
 def test_replay_along_the_text_equals_the_live_loop(finished):
     """tau without a decode loop, round for round, on a drafter that is accepted now and then."""
     from draftsmith import configfile, evaluate, train
+    from draftsmith.core import Sample
+    from draftsmith.decode import methods
     from draftsmith.decode.replay import replay
     from draftsmith.drafter.checkpoint import load_drafter
     from draftsmith.target.load import load_target, unembed
@@ -79,8 +81,8 @@ def test_replay_along_the_text_equals_the_live_loop(finished):
     accepted = 0
     for prompt in prompts:
         chain = prompt["methods"]["chain"]
-        sample = evaluate.Sample(0, prompt["prompt_ids"] + chain["tokens"], [])
-        features = evaluate.features_of(target, list(drafter.shape.taps), sample)
+        sample = Sample(0, prompt["prompt_ids"] + chain["tokens"], [])
+        features = methods.features_of(target, list(drafter.shape.taps), sample)
         ran = replay(drafter, sample.input_ids, len(prompt["prompt_ids"]), features)
         assert ran.emitted == chain["emitted"]
         accepted += sum(chain["accepted"])

@@ -6,10 +6,11 @@ import torch
 from draftsmith.decode import session as session_module
 from draftsmith.decode.batch import generate_batch
 from draftsmith.decode.ends import AnswerEnd
-from draftsmith.decode.gdn import gdn_steps
+from draftsmith.decode.gdn import Block, conv_steps, conv_tree, gdn_block, gdn_step
 from draftsmith.decode.propose import DraftProposer, LookupProposer, NoProposer
 from draftsmith.decode.session import TargetSession
 from draftsmith.decode.speculate import Trace, speculate
+from draftsmith.decode.tree import Draft, best_first, chain
 from draftsmith.drafter.config import DrafterShape
 from draftsmith.drafter.model import DFlash
 from draftsmith.target.load import unembed
@@ -36,7 +37,28 @@ class Oracle:
         right = int(torch.randint(0, self.block, (1,), generator=self.random))
         for i in range(right, len(drafts)):
             drafts[i] = (drafts[i] + 1) % VOCAB if self.wrong is None else self.wrong
-        return drafts
+        return chain(anchor_id, drafts)
+
+
+class TreeOracle(Oracle):
+    """A random tree that holds the true continuation down to a random depth, among wrong branches."""
+
+    def propose(self, anchor_id):
+        spine = super().propose(anchor_id).tokens[1:]
+        tokens, parents, tip = [anchor_id], [-1], 0
+        for token in spine:
+            for _ in range(int(torch.randint(0, 3, (), generator=self.random))):
+                parent = int(torch.randint(0, len(tokens), (), generator=self.random))
+                wrong = int(torch.randint(3, VOCAB, (), generator=self.random))
+                children = [t for t, p in zip(tokens, parents, strict=True) if p == parent]
+                true_here = token if parent == tip else None
+                if wrong not in children and wrong != true_here:
+                    tokens.append(wrong)
+                    parents.append(parent)
+            tokens.append(token)
+            parents.append(tip)
+            tip = len(tokens) - 1
+        return Draft(tokens, parents)
 
 
 def decode(model, prompt, proposer, *, max_new=200, eos=()) -> Trace:
@@ -84,8 +106,9 @@ def test_drafter_lookup_and_autoregressive_agree(family):
             assert decode(model, prompt, proposer, max_new=80).tokens == want.tokens
 
 
-@pytest.mark.parametrize("family", GDN_FAMILIES)
-def test_committed_state_is_the_autoregressive_state(family):
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_committed_state_is_the_autoregressive_state(family, tree):
     model = build(family, torch.float64)
     prompt = random_ids(9)
     want = decode(model, prompt, NoProposer(), max_new=60).tokens
@@ -94,17 +117,23 @@ def test_committed_state_is_the_autoregressive_state(family):
         session.prefill(prompt)
     for token in want[:50]:
         sessions[0].verify([token])
-        sessions[0].commit(1)
-    oracle, at = Oracle(prompt + want, 6, seed=0), 0
+        sessions[0].commit([0])
+    oracle, at = (TreeOracle if tree else Oracle)(prompt + want, 6, seed=0), 0
     oracle.at = len(prompt)
     while at < 50:
-        block = [want[at], *oracle.propose(want[at])][: 50 - at]
-        logits, _ = sessions[1].verify(block)
-        right = 1
-        while right < len(block) and block[right] == want[at + right]:
-            right += 1
-        sessions[1].commit(right)
-        oracle.at, at = oracle.at + right, at + right
+        draft = oracle.propose(want[at])
+        sessions[1].verify(draft.tokens, draft.parents)
+        path = [0]
+        while len(path) < 50 - at:
+            node = next(
+                (i for i, (t, p) in enumerate(zip(draft.tokens, draft.parents, strict=True))
+                 if p == path[-1] and t == want[at + len(path)]), None,
+            )  # fmt: skip
+            if node is None:
+                break
+            path.append(node)
+        sessions[1].commit(path)
+        oracle.at, at = oracle.at + len(path), at + len(path)
     for one, two in zip(sessions[0].cache.layers, sessions[1].cache.layers, strict=True):
         pairs = (
             [
@@ -125,12 +154,14 @@ def test_a_state_that_is_not_rolled_back_is_seen(family, monkeypatch):
     prompt = random_ids(11)
     want = decode(model, prompt, NoProposer(), max_new=100)
 
-    def keys_only(self, num_accepted):
-        dropped = self._block.shape[1] - num_accepted
-        if dropped:
-            self._drop_keys(dropped)
-        self._cut_convolutions(dropped)
-        self.num_committed += num_accepted
+    @torch.inference_mode()
+    def keys_only(self, path):
+        size = len(self._block.parents)
+        self._keep_keys(size, path)
+        self._keep_convolutions(size, path)
+        for layer, stash in zip(self._linear_layers(), self._block.stashes, strict=False):
+            stash.fold(layer.recurrent_states[0], list(range(size)))
+        self.num_committed += len(path)
         self._block = None
 
     monkeypatch.setattr(session_module.TargetSession, "commit", keys_only)
@@ -168,27 +199,153 @@ def test_length_limit_inside_a_round(max_new):
     assert got.tokens == want[:max_new] and got.stop_reason == "length"
 
 
-def test_gdn_steps_match_the_library_and_keep_every_state():
-    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
+def gdn_inputs(T: int, dtype=torch.float64, seed=0):
+    """q, k, v, g, beta and a state: 2 rows, 3 key heads, 6 value heads."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k = torch.randn(2, 2, T, 3, 16, generator=generator, dtype=dtype).unbind(0)
+    v = torch.randn(2, T, 6, 8, generator=generator, dtype=dtype)
+    g = -3 * torch.rand(2, T, 6, generator=generator, dtype=dtype)
+    beta = torch.rand(2, T, 6, generator=generator, dtype=dtype)
+    return (q, k, v, g, beta), torch.randn(2, 6, 16, 8, generator=generator, dtype=dtype)
 
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 2, 9, 3, 16).unbind(0)
-    v, g, beta = torch.randn(2, 9, 6, 8), -torch.rand(2, 9, 6), torch.rand(2, 9, 6)
-    state = torch.randn(2, 6, 16, 8)
-    rule = getattr(
-        torch_recurrent_gated_delta_rule, "__wrapped__", torch_recurrent_gated_delta_rule
+
+def random_parents(T: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return [-1] + [int(torch.randint(0, i, (), generator=generator)) for i in range(1, T)]
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def test_one_step_is_the_librarys():
+    from transformers.models.qwen3_5.modeling_qwen3_5 import (
+        torch_recurrent_gated_delta_rule as rule,
     )
-    out, states = gdn_steps(q, k, v, g, beta, state, keep_states=True)
-    for n in range(1, 10):
-        want, last = rule(
-            q[:, :n], k[:, :n], v[:, :n], g=g[:, :n], beta=beta[:, :n], initial_state=state,
-            output_final_state=True, use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
-        torch.testing.assert_close(states[n - 1], last, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
-    again = state.clone()
-    gdn_steps(q, k, v, g, beta, again, keep_states=False)
-    torch.testing.assert_close(again, states[-1], rtol=1e-6, atol=1e-6)
+
+    inputs, state = gdn_inputs(9, torch.float32)
+    rule = getattr(rule, "__wrapped__", rule)
+    q, k, v, g, beta = inputs
+    want, last = rule(
+        q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    mine = state.clone()
+    out = [gdn_step(*(x[:, t : t + 1] for x in inputs), mine) for t in range(9)]
+    torch.testing.assert_close(torch.cat(out, 1), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine, last, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_a_block_is_its_paths_one_by_one(dtype, bound, seed):
+    """Outputs of a chain or tree, and the state folded over every path, against single steps."""
+    T = 24
+    parents = list(range(-1, T - 1)) if seed is None else random_parents(T, seed)
+    inputs, state = gdn_inputs(T, dtype)
+    out, stash = gdn_block(*inputs, state, Block.of(parents, torch.device("cpu")).seen)
+    for node in range(T):
+        mine, path = state.clone(), path_to(node, parents)
+        for t in path:
+            want = gdn_step(*(x[:, t : t + 1] for x in inputs), mine)
+        torch.testing.assert_close(out[:, node : node + 1], want, rtol=0, atol=bound)
+        folded = state.clone()
+        stash.fold(folded, path)
+        torch.testing.assert_close(folded, mine, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("history", [0, 2, 7])
+def test_convolutions_walk_ancestors(history):
+    parents, weight = random_parents(15, 5), torch.randn(6, 4)
+    x = torch.randn(1, 6, history + 15)
+    got = conv_tree(x, weight, None, "silu", Block.of(parents, torch.device("cpu")))
+    for node in range(15):
+        columns = [*range(history), *(history + n for n in path_to(node, parents))]
+        want = conv_steps(x[..., columns], weight, None, "silu")[..., -1]
+        torch.testing.assert_close(got[..., history + node], want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_moe", "gemma3"])
+def test_trees_leave_the_autoregressive_text(family, dtype):
+    model = build(family, dtype)
+    prompt = random_ids(11)
+    want = decode(model, prompt, NoProposer(), max_new=150)
+    for seed, block in ((1, 4), (2, 9)):
+        got = decode(model, prompt, TreeOracle(prompt + want.tokens, block, seed), max_new=150)
+        assert got.tokens == want.tokens
+        assert len(set(got.accepted)) >= 3 and max(got.drafted) > max(got.accepted)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 28])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_drafters_trees_leave_the_autoregressive_text(family, budget):
+    model = build(family, torch.float64)
+    drafter = DFlash(shape_for(model, 8)).init_weights(3).double().eval().share(*unembed(model))
+    prompt = random_ids(21)
+    want = decode(model, prompt, NoProposer(), max_new=60)
+    got = decode(model, prompt, DraftProposer(drafter, tree_budget=budget), max_new=60)
+    assert got.tokens == want.tokens and set(got.drafted) == {budget}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma3"])
+def test_each_nodes_logits_are_its_paths(family):
+    """Without an oracle: a node of the tree is the last token of its path run as a chain."""
+    model = build(family, torch.float64)
+    prompt, T = random_ids(40), 17
+    tokens, parents = random_ids(T, 4), random_parents(T, 4)
+    session = TargetSession(model, TAPS)
+    session.prefill(prompt)
+    logits, features = session.verify(tokens, parents)
+    for node in range(T):
+        alone = TargetSession(model, TAPS)
+        alone.prefill(prompt)
+        path = path_to(node, parents)
+        want, its = alone.verify([tokens[n] for n in path])
+        torch.testing.assert_close(logits[node], want[-1], rtol=0, atol=2e-5)
+        torch.testing.assert_close(features[node], its[-1], rtol=0, atol=2e-5)
+
+
+def brute_force(logits: torch.Tensor, budget: int) -> list[tuple[int, ...]]:
+    """The most probable prefixes, by enumerating all of them."""
+    import itertools
+
+    lp = logits.log_softmax(-1)
+    L, V = logits.shape
+    every = [
+        (float(sum(lp[d, t] for d, t in enumerate(prefix))), prefix)
+        for depth in range(1, L + 1)
+        for prefix in itertools.product(range(V), repeat=depth)
+    ]
+    return [prefix for _, prefix in sorted(every, reverse=True)[:budget]]
+
+
+def prefixes(draft: Draft) -> list[tuple[int, ...]]:
+    return [
+        tuple(draft.tokens[n] for n in path_to(node, draft.parents)[1:])
+        for node in range(1, len(draft.tokens))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_trees_hold_the_most_probable_prefixes_best_first(seed):
+    logits = 2 * torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))
+    for budget in (1, 3, 4, 12, 40):
+        plain = best_first(9, logits, budget, chain_first=False)
+        if budget <= 5:  # top-k cuts each slot to the budget: beyond V nothing is cut
+            assert prefixes(plain) == brute_force(logits, budget)
+        assert set(prefixes(plain)) == set(brute_force(logits, budget))
+        seeded = best_first(9, logits, budget)
+        spine = tuple(logits.argmax(-1).tolist())
+        assert prefixes(seeded)[: min(3, budget)] == [spine[: d + 1] for d in range(min(3, budget))]
+        assert len(set(prefixes(seeded))) == seeded.num_drafted == budget
+        if budget >= 3:  # beside the spine, the most probable of what is left
+            rest = [p for p in brute_force(logits, 200) if p not in prefixes(seeded)[:3]]
+            kept = set(prefixes(seeded)[3:])
+            assert kept == set(rest[: budget - 3])
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma3"])
@@ -212,5 +369,5 @@ def test_lookup_proposes_what_followed_last_time():
     lookup = LookupProposer(3)
     lookup.extend([1, 2, 3, 4, 5, 1, 2, 9, 8, 7], torch.empty(0))
     lookup.extend([1], torch.empty(0))
-    assert lookup.propose(2) == [9, 8, 7]
-    assert lookup.propose(77) == []
+    assert lookup.propose(2).tokens == [2, 9, 8, 7]
+    assert lookup.propose(77).tokens == [77]

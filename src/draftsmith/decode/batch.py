@@ -35,7 +35,7 @@ def generate_batch(
     alive = list(range(len(prompts)))
     reasons: dict[int, StopReason] = {}
     cache = new_cache(model)
-    with own_steps(text_decoder(model), tape=None):
+    with own_steps(text_decoder(model), None):
         while True:
             on_step()
             positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]

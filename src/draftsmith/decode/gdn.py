@@ -1,21 +1,23 @@
-"""Our own Gated DeltaNet step: exact in the model's dtype, the same for one token and for a block,
-with every state kept.
+"""Our own Gated DeltaNet step: exact in the model's dtype, for one token, a chain or a tree, without
+touching the state until a path is accepted.
 
 Transformers' fallback rounds to fp32 and uses another algorithm for a block than for a token, and
-no version of it can go back. Here both loops (autoregressive and speculative) run this one
-recurrence, and a rejected draft is undone by taking the state after the last accepted token.
+no version of it can go back. Here a block leaves a stash from which any accepted path is folded
+into the state; a rejected token leaves no trace.
 
 Per head, state S [K, V] (arXiv:2412.06464; transformers qwen3_5/modeling_qwen3_5.py,
 torch_recurrent_gated_delta_rule), q and k L2-normalised, q scaled by K^-0.5:
 
     u_t = beta_t (v_t - e^{g_t} S^T k_t);   S <- e^{g_t} S + k_t u_t^T;   o_t = S^T q_t
 
-Shapes: B batch, T tokens, H value heads, K/V head dims, D channels, W taps of the convolution.
+Shapes: B batch, T tokens or nodes, H value heads, Hk key heads, K/V head dims, D channels, W taps of
+the convolution.
 """
 
 import contextlib
 import importlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,46 +34,141 @@ def is_gdn(decoder: nn.Module) -> bool:
     return hasattr(importlib.import_module(type(decoder).__module__), _FUNCTIONS[1])
 
 
-def gdn_steps(
+def gdn_step(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
     v_BTHV: Tensor,
     g_BTH: Tensor,
     beta_BTH: Tensor,
     state_BHKV: Tensor,
-    *,
-    keep_states: bool,
-) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, H, V] and the states after each token [T, B, H, K, V], or with
-    keep_states=False only the last [1, B, H, K, V], which is then `state_BHKV` itself, overwritten.
-    q and k may have fewer heads than v.
+) -> Tensor:
+    """One token (T = 1): its output [B, 1, H, V]; the state is advanced in place."""
+    assert v_BTHV.shape[1] == 1, "one token; gdn_block takes more"
+    dtype = torch.promote_types(v_BTHV.dtype, torch.float32)
+    H = v_BTHV.shape[2]
+    k, q = _repeat(_keys(k_BTHK, dtype), H), _repeat(_queries(q_BTHK, dtype), H)
+    v = v_BTHV.to(dtype).transpose(1, 2)
+    decay, beta = (x.to(dtype).transpose(1, 2)[..., None] for x in (g_BTH, beta_BTH))
+    decay = decay.exp()
+    memory = torch.cat([k, q], dim=2) @ state_BHKV * decay
+    u = beta * (v - memory[:, :, :1])
+    state_BHKV.mul_(decay).add_(k.transpose(-1, -2) @ u)
+    out = memory[:, :, 1:] + (q * k).sum(-1, keepdim=True) * u
+    return out.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Stash:
+    """What folds any path of a block into the state: k [B, Hk, T, K], u [B, H, T, V], and the log
+    decay from the root through each node [B, H, T]. A state a node would be K times larger.
+    """
+
+    k: Tensor
+    u: Tensor
+    log_decay: Tensor
+
+    def fold(self, state_BHKV: Tensor, path: list[int]) -> None:
+        """Advance the state in place over these nodes, root first: S <- e^{G_leaf} S + sum_j
+        e^{G_leaf - G_j} k_j u_j^T.
+        """
+        index = torch.tensor(path, device=self.u.device)
+        along = self.log_decay.index_select(2, index)
+        leaf = along[..., -1:]
+        k = _repeat(self.k.index_select(2, index), self.u.shape[1])
+        k = k * (leaf - along).exp()[..., None]
+        u = self.u.index_select(2, index)
+        state_BHKV.mul_(leaf.exp()[..., None]).add_(k.transpose(-1, -2) @ u)
+
+
+def gdn_block(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    g_BTH: Tensor,
+    beta_BTH: Tensor,
+    state_BHKV: Tensor,
+    seen_TT: Tensor,
+) -> tuple[Tensor, Stash]:
+    """Outputs [B, T, H, V] of a chain or a tree of tokens; the state is not touched. `seen` [T, T]
+    is True at a node and its ancestors; parents come before children.
+
+    With G the log decay from the root and D_ij = e^{G_i - G_j} where j is i or an ancestor, else 0:
+    (I + beta (K K^T) . D, below the diagonal) U = beta (V - e^G K S);  O = e^G Q S + ((Q K^T) . D) U
+    (the WY form of arXiv:2412.06464 with ancestors in place of predecessors).
     """
     dtype = torch.promote_types(v_BTHV.dtype, torch.float32)
-    B, T, H, V = v_BTHV.shape
-    K = k_BTHK.shape[-1]
-    q, k = (
-        _l2norm(x.to(dtype)).repeat_interleave(H // x.shape[2], dim=2) for x in (q_BTHK, k_BTHK)
-    )
-    q = q * K**-0.5
-    v, beta, decay = v_BTHV.to(dtype), beta_BTH.to(dtype), g_BTH.to(dtype).exp()
-    kq = torch.stack([k, q], dim=-2).transpose(0, 1).reshape(T, B * H, 2, K)
-    v, k_col = (x.transpose(0, 1).reshape(T, B * H, 1, -1) for x in (v, k))
-    beta, decay = (x.transpose(0, 1).reshape(T, B * H, 1, 1) for x in (beta, decay))
-    k_col, dot = k_col.transpose(-1, -2), (q * k).sum(-1).transpose(0, 1).reshape(T, B * H, 1, 1)
-    state = state_BHKV.to(dtype).view(B * H, K, V)
-    states = state.new_empty(T if keep_states else 1, B * H, K, V) if keep_states else state[None]
-    out = state.new_empty(T, B * H, 1, V)
-    for t in range(T):
-        memory = kq[t] @ state * decay[t]
-        u = beta[t] * (v[t] - memory[:, :1])
-        state = torch.mul(state, decay[t], out=states[t if keep_states else 0])
-        state.baddbmm_(k_col[t], u)
-        torch.add(memory[:, 1:], dot[t] * u, out=out[t])
-    return out.view(T, B, H, V).transpose(0, 1), states.view(-1, B, H, K, V)
+    H = v_BTHV.shape[2]
+    few = _keys(k_BTHK, dtype)
+    k, q = _repeat(few, H), _repeat(_queries(q_BTHK, dtype), H)
+    v, beta = v_BTHV.to(dtype).transpose(1, 2), beta_BTH.to(dtype).transpose(1, 2)[..., None]
+    log_decay = (seen_TT.to(dtype) @ g_BTH.to(dtype)).transpose(1, 2)
+    gap = log_decay[..., :, None] - log_decay[..., None, :]
+    decay = gap.masked_fill(~seen_TT, float("-inf")).exp()  # masked first: no factor exceeds 1
+    start = log_decay.exp()[..., None]
+    system = (beta * (k @ k.transpose(-1, -2)) * decay).tril(-1)
+    right = beta * (v - start * (k @ state_BHKV))
+    u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    out = start * (q @ state_BHKV) + ((q @ k.transpose(-1, -2)) * decay) @ u
+    return out.transpose(1, 2), Stash(few, u, log_decay)
 
 
-def _l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+def _keys(x_BTHK: Tensor, dtype: torch.dtype, eps: float = 1e-6) -> Tensor:
+    """[B, Hk, T, K], L2-normalised."""
+    x = x_BTHK.to(dtype).transpose(1, 2)
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+def _queries(x_BTHK: Tensor, dtype: torch.dtype) -> Tensor:
+    return _keys(x_BTHK, dtype) * x_BTHK.shape[-1] ** -0.5
+
+
+def _repeat(x_BHTK: Tensor, num_heads: int) -> Tensor:
+    return x_BHTK.repeat_interleave(num_heads // x_BHTK.shape[1], dim=1)
+
+
+@dataclass
+class Block:
+    """The nodes that a forward runs over: parents (-1 for the root, each before its children), who
+    sees whom [T, T], and the stashes of the layers as they come.
+    """
+
+    parents: list[int]
+    seen: Tensor
+    stashes: list[Stash]
+
+    @classmethod
+    def of(cls, parents: list[int], device: torch.device) -> "Block":
+        """A chain is parents -1, 0, 1, ..."""
+        rows = torch.eye(len(parents), dtype=torch.bool)
+        for node, parent in enumerate(parents):
+            assert -1 <= parent < node, "parents come before children"
+            if parent >= 0:
+                rows[node] |= rows[parent]
+        return cls(parents, rows.to(device), [])
+
+    @property
+    def depths(self) -> list[int]:
+        """Nodes above each node."""
+        return [int(n) - 1 for n in self.seen.sum(-1).tolist()]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node's parent is the node before it."""
+        return self.parents == list(range(-1, len(self.parents) - 1))
+
+    def window(self, num_history: int, taps: int) -> Tensor:
+        """[T, W]: the inputs that a causal convolution of W taps sees at each node, itself last:
+        ancestors, then the history's end. Positions count from the history's start.
+        """
+        rows = []
+        for node in range(len(self.parents)):
+            line = []
+            while node >= 0:
+                line.append(num_history + node)
+                node = self.parents[node]
+            line += range(num_history - 1, num_history - 1 - taps, -1)
+            rows.append(line[:taps][::-1])
+        return torch.tensor(rows)
 
 
 def conv_steps(
@@ -84,21 +181,41 @@ def conv_steps(
     """Depthwise causal convolution of a short block with its history in front, weight [D, W], like
     the library's. On a CPU the library's costs more for a few tokens than the rest of the layer.
     """
-    taps = weight.shape[-1]
-    windows = F.pad(x_BDT, (taps - 1, 0)).unfold(-1, taps, 1)
-    y = (windows * weight[:, None]).sum(-1)
+    windows = F.pad(x_BDT, (weight.shape[-1] - 1, 0)).unfold(-1, weight.shape[-1], 1)
+    return _convolve(windows, weight, bias, activation)
+
+
+def _convolve(
+    windows_BDTW: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    y = (windows_BDTW * weight[:, None]).sum(-1)
     y = y if bias is None else y + bias[:, None]
     assert activation in (None, "silu", "swish"), f"unknown convolution activation {activation}"
     return y if activation is None else F.silu(y)
 
 
-@contextlib.contextmanager
-def own_steps(decoder: nn.Module, tape: list[Tensor] | None) -> Iterator[None]:
-    """For the time of the block, every cached forward of this model's GDN layers runs `gdn_steps`.
+def conv_tree(
+    x_BDT: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, block: Block
+) -> Tensor:
+    """The same over a tree: history in front, then the nodes, whose taps walk their ancestors. The
+    history's own outputs are left as zeros, since nobody reads them.
+    """
+    T, taps = len(block.parents), weight.shape[-1]
+    history = x_BDT.shape[-1] - T
+    padded = F.pad(x_BDT, (taps, 0))  # a history shorter than the taps counts as zeros
+    index = block.window(history + taps, taps).to(x_BDT.device)
+    y = _convolve(padded[..., index], weight, bias, activation)
+    return F.pad(y, (history, 0))
 
-    With a tape, the states after each token [T, B, H, K, V] are appended to it, layer by layer.
-    Without one, the cache's state is overwritten in place. A prefill (no state yet) keeps the
-    library's own kernel.
+
+@contextlib.contextmanager
+def own_steps(decoder: nn.Module, block: Block | None) -> Iterator[None]:
+    """For the time of the `with`, every cached forward of this model's GDN layers runs the rule
+    above.
+
+    With a block of several nodes, the states stay and a stash a layer is added to it. Without one,
+    or with a single node, the cache's state is advanced in place. A prefill (no state yet) keeps
+    the library's own kernel.
     """
     module = importlib.import_module(type(decoder).__module__)
     originals = {
@@ -123,18 +240,24 @@ def own_steps(decoder: nn.Module, tape: list[Tensor] | None) -> Iterator[None]:
             assert kwargs.get("use_qk_l2norm_in_kernel", False), (
                 "every GDN family normalises q and k in the kernel"
             )
-            out, states = gdn_steps(
-                query, key, value, g, beta, initial_state, keep_states=tape is not None
-            )
-            if tape is not None:
-                tape.append(states)
-            return out.to(query.dtype), states[-1]
+            if value.shape[1] == 1:
+                out = gdn_step(query, key, value, g, beta, initial_state)
+            else:
+                assert block is not None, "several tokens at once are a block to be committed"
+                out, stash = gdn_block(query, key, value, g, beta, initial_state, block.seen)
+                block.stashes.append(stash)
+            return out.to(query.dtype), initial_state
 
         return rule
 
-    def conv(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def conv(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **kwargs: Any
+    ) -> Tensor:
+        if block is not None and not block.is_chain:
+            return conv_tree(x, weight, bias, activation, block)
         short = x.device.type == "cpu" and x.shape[-1] <= SHORT
-        return conv_steps(x, *args, **kwargs) if short else originals[_CONV](x, *args, **kwargs)
+        chosen = conv_steps if short else originals[_CONV]
+        return chosen(x, weight, bias, activation=activation, **kwargs)
 
     for name in _FUNCTIONS:
         setattr(module, name, step(originals[name]))

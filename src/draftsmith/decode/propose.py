@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.decode.tree import Draft, best_first, chain
 from draftsmith.drafter.model import ContextCache, DFlash
 
 
@@ -18,8 +19,8 @@ class Proposer(Protocol):
         accepted ones.
         """
 
-    def propose(self, anchor_id: int) -> list[int]:
-        """Tokens to follow the anchor, which is emitted but not yet committed."""
+    def propose(self, anchor_id: int) -> Draft:
+        """Tokens to follow the anchor, which is emitted but not yet committed: a chain or a tree."""
         ...
 
 
@@ -29,8 +30,8 @@ class NoProposer:
     def extend(self, token_ids: list[int], features: Tensor) -> None:
         pass
 
-    def propose(self, anchor_id: int) -> list[int]:
-        return []
+    def propose(self, anchor_id: int) -> Draft:
+        return chain(anchor_id, [])
 
 
 class LookupProposer:
@@ -44,23 +45,25 @@ class LookupProposer:
     def extend(self, token_ids: list[int], features: Tensor) -> None:
         self._text += token_ids
 
-    def propose(self, anchor_id: int) -> list[int]:
+    def propose(self, anchor_id: int) -> Draft:
         text = [*self._text, anchor_id]
         for n in range(min(self._max, len(text) - 1), 0, -1):
             tail = text[-n:]
             for start in range(len(text) - n - 1, -1, -1):
                 if text[start : start + n] == tail:
-                    return text[start + n : start + n + self._count]
-        return []
+                    return chain(anchor_id, text[start + n : start + n + self._count])
+        return chain(anchor_id, [])
 
 
 class DraftProposer:
-    """The DFlash drafter, greedy. `features` replaces what the target gives (a control: another
-    sample's).
+    """The DFlash drafter: its argmax chain, or with a budget its tree. `features` replaces what the
+    target gives (a control: another sample's).
     """
 
-    def __init__(self, drafter: DFlash, features: Tensor | None = None) -> None:
-        self._drafter, self._other = drafter, features
+    def __init__(
+        self, drafter: DFlash, features: Tensor | None = None, *, tree_budget: int | None = None
+    ) -> None:
+        self._drafter, self._other, self._budget = drafter, features, tree_budget
         self._cache = ContextCache(drafter)
 
     def extend(self, token_ids: list[int], features: Tensor) -> None:
@@ -69,5 +72,7 @@ class DraftProposer:
             features = self._other[at.to(self._other.device)]
         self._cache.append(features)
 
-    def propose(self, anchor_id: int) -> list[int]:
-        return self._drafter.draft(anchor_id, self._cache)
+    def propose(self, anchor_id: int) -> Draft:
+        if self._budget is None:
+            return chain(anchor_id, self._drafter.draft(anchor_id, self._cache))
+        return best_first(anchor_id, self._drafter.slots(anchor_id, self._cache), self._budget)

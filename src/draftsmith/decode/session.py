@@ -1,11 +1,11 @@
-"""One prompt's target: prefill, verify a block, commit what was accepted. The cache after commit(n)
-is as if only the accepted tokens had ever been seen.
+"""One prompt's target: prefill, verify a chain or a tree of tokens, commit the accepted path. The
+cache after commit is as if only the accepted tokens had ever been seen.
 
-Attention layers forget by dropping keys and values. Gated DeltaNet layers take back the state after
-the last accepted token, which our own step kept (decode/gdn.py), and their convolution window is
-cut likewise; no second forward is needed. Other stateful layers are restored from a snapshot and
-advanced again over the accepted tokens. `cache.crop` is never called: on a hybrid it leaves the
-recurrent state advanced, without an error.
+Attention layers keep the path's keys and values and drop the rest. Gated DeltaNet layers do not move
+until the path is folded into their state from the block's stash (decode/gdn.py), and their
+convolution window keeps the path likewise; no second forward is needed. Other stateful layers are
+restored from a snapshot and advanced again over the accepted tokens; they verify chains only.
+`cache.crop` is never called: on a hybrid it leaves the recurrent state advanced, without an error.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from draftsmith.core import UserError
-from draftsmith.decode.gdn import is_gdn, own_steps
+from draftsmith.decode.gdn import Block, is_gdn, own_steps
 from draftsmith.target.load import text_decoder
 from draftsmith.target.taps import capture, stack_taps
 
@@ -50,8 +50,8 @@ class TargetSession:
         self.cache = new_cache(model)
         self.gdn = is_gdn(self.decoder)
         self.num_committed = self.num_calls = 0
-        self._block: Tensor | None = None
-        self._tape: list[Tensor] = []
+        self._ids: Tensor | None = None
+        self._block: Block | None = None
         self._snapshot: list[dict[str, Tensor]] = []
         if self.gdn:
             for layer in self._linear_layers():
@@ -62,9 +62,9 @@ class TargetSession:
         """Logits after the last prompt token [V] (fp32 or wider) and the prompt's features [P,
         taps, H].
         """
-        logits, features = self._forward(self._tensor(prompt_ids), last_only=True)
+        logits, features = self._forward(self._tensor(prompt_ids), None, last_only=True)
         self.num_committed = len(prompt_ids)
-        self._cut_convolutions(0)
+        self._keep_convolutions(len(prompt_ids), list(range(len(prompt_ids))))
         for layer in (
             self._linear_layers() if self.gdn else []
         ):  # the library's prefill leaves fp32 in an fp64 model too
@@ -72,55 +72,76 @@ class TargetSession:
         return logits[-1], features
 
     @torch.inference_mode()
-    def verify(self, block_ids: list[int]) -> tuple[Tensor, Tensor]:
-        """Logits [T, V] and features [T, taps, H] of T tokens after the committed text. Call
-        commit() next.
+    def verify(self, ids: list[int], parents: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [T, V] and features [T, taps, H] of T nodes after the committed text: a chain, or
+        the tree of these parents (-1 for the root). Call commit() next.
         """
         assert self._block is None, "commit() the last block first"
-        self._block = self._tensor(block_ids)
-        self._tape.clear()
-        if not self.gdn:
+        self._block = Block.of(parents or list(range(-1, len(ids) - 1)), self.model.device)
+        self._ids = self._tensor(ids)
+        if not self.gdn and self._linear_layers():
+            assert self._block.is_chain, "only chains can be verified on this family"
             self._snapshot = [self._states(layer) for layer in self._linear_layers()]
-        return self._forward(self._block)
+        return self._forward(self._ids, self._block)
 
     @torch.inference_mode()
-    def commit(self, num_accepted: int) -> None:
-        """Keep the first `num_accepted` tokens of the block (at least 1: the anchor), forget the
-        rest.
-        """
-        assert self._block is not None and 1 <= num_accepted <= self._block.shape[1], (
-            "between 1 and the block's size"
+    def commit(self, path: list[int]) -> None:
+        """Keep these nodes, root first, each the parent of the next; forget the others."""
+        assert self._block is not None and self._ids is not None, "verify() comes first"
+        size = len(self._block.parents)
+        assert [self._block.parents[node] for node in path] == [-1, *path[:-1]], (
+            "a path from the root"
         )
-        dropped = self._block.shape[1] - num_accepted
-        if dropped and any(self._snapshot):
-            self._restore_and_advance(num_accepted)
-        elif dropped:
-            self._drop_keys(dropped)
+        if self._snapshot and len(path) < size:
+            self._restore_and_advance(len(path))
+        else:
+            self._keep_keys(size, path)
         if self.gdn:
-            self._cut_convolutions(dropped)
-            for layer, states in zip(self._linear_layers(), self._tape, strict=True):
-                layer.recurrent_states[0].copy_(states[num_accepted - 1])
-        self.num_committed += num_accepted
-        self._block = None
+            self._keep_convolutions(size, path)
+            stashes = self._block.stashes
+            if size > 1:  # a single node has advanced the states itself
+                for layer, stash in zip(self._linear_layers(), stashes, strict=True):
+                    stash.fold(layer.recurrent_states[0], path)
+        self.num_committed += len(path)
+        self._block, self._ids, self._snapshot = None, None, []
 
-    def _forward(self, ids: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, ids: Tensor, block: Block | None, *, last_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
         self.num_calls += 1
-        positions = torch.arange(
-            self.num_committed, self.num_committed + ids.shape[1], device=ids.device
-        )[None]
-        with own_steps(self.decoder, self._tape), capture(self.decoder, self.taps) as seen:
+        T = ids.shape[1]
+        depths = block.depths if block else list(range(T))
+        positions = self.num_committed + torch.tensor([depths], device=ids.device)
+        mask = {} if block is None or block.is_chain else {"attention_mask": self._mask(block)}
+        with own_steps(self.decoder, block), capture(self.decoder, self.taps) as seen:
             out = self.model(
                 input_ids=ids,
                 position_ids=positions,
                 cache=self.cache,
                 use_cache=True,
                 logits_to_keep=1 if last_only else 0,
+                **mask,
             )
         logits = out.logits[0]
-        features = (
-            stack_taps(seen, self.taps)[0] if self.taps else logits.new_empty(ids.shape[1], 0, 0)
-        )
+        features = stack_taps(seen, self.taps)[0] if self.taps else logits.new_empty(T, 0, 0)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), features
+
+    def _mask(self, block: Block) -> Any:
+        """True where a node may look: [1, 1, T, committed + T], a layer type each when the model has
+        sliding layers.
+        """
+        past = block.seen.new_ones(len(block.parents), self.num_committed)
+        full = torch.cat([past, block.seen], dim=1)[None, None]
+        config = self.model.config.get_text_config(decoder=True)
+        window = getattr(config, "sliding_window", None)
+        if "sliding_attention" not in (getattr(config, "layer_types", None) or []) or not window:
+            return full
+        at = self.num_committed + torch.tensor(block.depths, device=full.device)
+        keys = torch.cat([torch.arange(self.num_committed, device=full.device), at])
+        return {
+            "full_attention": full,
+            "sliding_attention": full & (at[:, None] - keys[None] < window),
+        }
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor([ids], device=self.model.device)
@@ -128,19 +149,30 @@ class TargetSession:
     def _linear_layers(self) -> list[Any]:
         return [layer for layer in self.cache.layers if isinstance(layer, LinearAttentionLayer)]
 
-    def _drop_keys(self, count: int) -> None:
+    def _keep_keys(self, size: int, path: list[int]) -> None:
+        """Of the last `size` keys, those of the path, moved together in place."""
         for layer in self.cache.layers:
             if isinstance(layer, DynamicLayer) and layer.keys is not None:
                 assert layer.values is not None, "keys come with values"
-                layer.keys, layer.values = (
-                    layer.keys[..., :-count, :],
-                    layer.values[..., :-count, :],
-                )
+                past = layer.keys.shape[-2] - size
+                end = past + len(path)
+                if path != list(range(len(path))):
+                    index = self._index(past, path)
+                    for x in (layer.keys, layer.values):
+                        x[..., past:end, :] = x.index_select(-2, index)
+                layer.keys, layer.values = layer.keys[..., :end, :], layer.values[..., :end, :]
 
-    def _cut_convolutions(self, dropped: int) -> None:
+    def _index(self, past: int, path: list[int]) -> Tensor:
+        return torch.tensor([past + n for n in path], dtype=torch.long, device=self.model.device)
+
+    def _keep_convolutions(self, size: int, path: list[int]) -> None:
+        """Of the last `size` inputs, those of the path; then as many as the convolution looks back."""
         for layer in self._linear_layers() if self.gdn else []:
             window, state = layer.conv_kernel_size[0], layer.conv_states[0]
-            layer.conv_states[0] = state[..., : state.shape[-1] - dropped][..., -window:].clone()
+            past = state.shape[-1] - size
+            index = self._index(past, path)
+            kept = torch.cat([state[..., :past], state.index_select(-1, index)], dim=-1)
+            layer.conv_states[0] = kept[..., -window:].clone()
 
     def _states(self, layer: Any) -> dict[str, Tensor]:
         kinds = {"conv_states": layer.conv_states, "recurrent_states": layer.recurrent_states}
@@ -152,10 +184,10 @@ class TargetSession:
         }
 
     def _restore_and_advance(self, num_accepted: int) -> None:
-        assert self._block is not None
-        self._drop_keys(self._block.shape[1])
+        assert self._ids is not None and self._block is not None, "verify() comes first"
+        self._keep_keys(len(self._block.parents), [])
         for layer, states in zip(self._linear_layers(), self._snapshot, strict=True):
             for name, saved in states.items():
                 kind, _, index = name.partition(".")
                 getattr(layer, kind)[int(index)].copy_(saved)
-        self._forward(self._block[:, :num_accepted], last_only=True)
+        self._forward(self._ids[:, :num_accepted], None, last_only=True)

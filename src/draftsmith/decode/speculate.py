@@ -1,5 +1,5 @@
 """The loop: propose, verify, emit what the target agrees with plus its own next token, commit.
-Greedy, one prompt.
+Greedy, one prompt; a chain is a tree of one path.
 
 The text is the target's own greedy text whatever the proposer says; only the number of target calls
 changes. (z-lab/dflash dflash/model.py, dflash_generate; docs/hybrids.md says why theirs is not
@@ -48,35 +48,26 @@ def speculate(
     reason = end.push(anchor)
     begun = time.perf_counter()
     while reason is None:
-        drafts = proposer.propose(anchor)
-        block = [anchor, *drafts]
-        logits, features = session.verify(block)
+        draft = proposer.propose(anchor)
+        logits, features = session.verify(draft.tokens, draft.parents)
         choices = logits.argmax(-1).tolist()
-        accepted = leading_matches(drafts, choices)
-        session.commit(accepted + 1)
-        proposer.extend(block[: accepted + 1], features[: accepted + 1])
-        trace.gaps += _gaps(logits[: accepted + 1])
+        path = draft.walk(choices)
+        session.commit(path)
+        proposer.extend([draft.tokens[node] for node in path], features[path])
+        trace.gaps += _gaps(logits[path])
         count = 0
-        for token in choices[: accepted + 1]:  # an accepted draft is the target's choice
+        for token in (choices[node] for node in path):  # an accepted draft is its parent's choice
             reason = end.push(token)
             count += 1
             if reason is not None:
                 break
         trace.emitted.append(count)
-        trace.accepted.append(accepted)
-        trace.drafted.append(len(drafts))
-        anchor = choices[accepted]
+        trace.accepted.append(len(path) - 1)
+        trace.drafted.append(draft.num_drafted)
+        anchor = choices[path[-1]]
     trace.decode_s = time.perf_counter() - begun
     trace.tokens, trace.stop_reason = end.tokens, reason
     return trace
-
-
-def leading_matches(drafts: list[int], choices: list[int]) -> int:
-    """How many drafts are what the target chose, from the first on."""
-    for i, (draft, choice) in enumerate(zip(drafts, choices, strict=False)):
-        if draft != choice:
-            return i
-    return len(drafts)
 
 
 def _gaps(logits_TV: Tensor) -> list[float]:

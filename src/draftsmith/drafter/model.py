@@ -210,9 +210,13 @@ class DFlash(nn.Module):
             x = layer(x, rope, layer.self_attn.keys_values(context, context_rope), masks[kind])
         return self.norm(x)
 
-    @torch.inference_mode()
     def draft(self, anchor_id: int, cache: "ContextCache") -> list[int]:
-        """Greedy tokens for slots 1..B-1 after `anchor_id`, which stands at position cache.length."""
+        """Greedy tokens for slots 1..B-1 after `anchor_id`."""
+        return self.slots(anchor_id, cache).argmax(-1).tolist()
+
+    @torch.inference_mode()
+    def slots(self, anchor_id: int, cache: "ContextCache") -> Tensor:
+        """Logits [B - 1, V] of slots 1..B-1 after `anchor_id`, which stands at position cache.length."""
         B, device = self.shape.block_size, self.fc.weight.device
         ids = torch.full((1, B), self.shape.mask_token_id, device=device)
         ids[0, 0] = anchor_id
@@ -221,7 +225,7 @@ class DFlash(nn.Module):
         rope = self.rope(positions, x.dtype)
         for i, layer in enumerate(self.layers):
             x = layer(x, rope, cache.layer(i), self._decode_mask(i, positions[0], cache.length))
-        return self.logits(self.norm(x[0, 1:])).argmax(-1).tolist()
+        return self.logits(self.norm(x[0, 1:]))
 
     def _decode_mask(self, layer: int, positions_B: Tensor, length: int) -> Tensor | None:
         kind = self.shape.layer_types[layer]

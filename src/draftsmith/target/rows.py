@@ -2,6 +2,8 @@
 resumed run makes the same.
 """
 
+import bisect
+
 import numpy as np
 
 from draftsmith.core import RowPlan
@@ -26,3 +28,59 @@ def plan_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) -> RowPla
     rows = [rows[r] for r in rng.permutation(len(rows)).tolist()]
     padded = sum(lengths[row[0]] * len(row) for row in rows)
     return RowPlan(rows=rows, num_tokens=sum(lengths), padded_tokens=padded)
+
+
+WINDOW_ROWS = 64  # rows filled side by side: enough choice to leave under 1% empty
+
+
+def plan_packed_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) -> RowPlan:
+    """Rows of at most `tokens_per_batch` tokens, samples laid end to end; a longer sample goes alone.
+
+    Best fit decreasing within windows of shuffled samples, so that any run of rows holds every
+    length; a row that is not nearly full at a window's end takes part in the next. 98% full or
+    better but for the last window, unless most samples are longer than half a row.
+    """
+    rng = np.random.default_rng(seed)
+    rows: list[list[int]] = []
+    pool: list[int] = []
+    held = 0
+    for i in rng.permutation(len(lengths)).tolist():
+        if lengths[i] >= tokens_per_batch:
+            rows.append([i])
+            continue
+        pool.append(i)
+        held += lengths[i]
+        if held >= WINDOW_ROWS * tokens_per_batch:
+            packed = _best_fit(pool, lengths, tokens_per_batch)
+            full = [row for row in packed if _tokens(row, lengths) >= 0.99 * tokens_per_batch]
+            rows += full
+            done = {i for row in full for i in row}
+            pool = [i for i in pool if i not in done]
+            held = _tokens(pool, lengths)
+            if not full:  # samples that do not fill rows: give up on them rather than go round
+                rows += packed
+                pool, held = [], 0
+    rows += _best_fit(pool, lengths, tokens_per_batch)
+    rows = [rows[r] for r in rng.permutation(len(rows)).tolist()]
+    budget = sum(max(tokens_per_batch, _tokens(row, lengths)) for row in rows)
+    return RowPlan(rows=rows, num_tokens=sum(lengths), padded_tokens=budget)
+
+
+def _tokens(row: list[int], lengths: list[int]) -> int:
+    return sum(lengths[i] for i in row)
+
+
+def _best_fit(pool: list[int], lengths: list[int], budget: int) -> list[list[int]]:
+    """Longest first, each into the row with the least room that it fits in."""
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), ascending
+    for i in sorted(pool, key=lambda i: (-lengths[i], i)):
+        at = bisect.bisect_left(room, (lengths[i], -1))
+        if at == len(room):
+            rows.append([i])
+            bisect.insort(room, (budget - lengths[i], len(rows) - 1))
+        else:
+            left, row = room.pop(at)
+            rows[row].append(i)
+            bisect.insort(room, (left - lengths[i], row))
+    return rows
