@@ -9,6 +9,7 @@ from typing import Any
 from draftsmith import __version__
 from draftsmith.config import RunConfig
 from draftsmith.drafter.config import DrafterShape
+from draftsmith.report import same_text
 from draftsmith.target.load import TargetInfo
 
 CARD = """\
@@ -128,6 +129,6 @@ def _table(report: dict[str, Any]) -> str:
         survival = " ".join(f"{x:.2f}" for x in m["survival"]) if name != "ar" else "-"
         rows.append(
             f"| {name} | {m['tau_pooled']:.2f} | {low:.2f}-{high:.2f} | {survival} "
-            f"| {m['identical']}/{suite['num_prompts']} |"
+            f"| {same_text(m, suite['num_prompts'])} |"
         )
     return "\n".join(rows)

@@ -230,8 +230,12 @@ class EvaluateConfig(_Model):
     max_prompts: Annotated[int, Field(ge=1)] = 128
     """Prompts a suite, chosen by hash."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 2048
-    temperature: Greedy = 0.0
-    """Greedy."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0: greedy. Above, every method samples the target's distribution, exactly."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sampling keeps the most probable tokens that hold this much."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sampling keeps this many of the most probable tokens; 0: all."""
     tree_budget: Annotated[int, Field(ge=1)] = 64
     """Nodes of a draft tree, the root not counted; for the method tree."""
     dtype: Literal["target", "float32"] = "target"

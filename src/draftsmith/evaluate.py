@@ -165,7 +165,13 @@ def _report(
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     methods = {
-        name: summarize(mine, traces["ar"], shape["block_size"], str(dtype).removeprefix("torch."))
+        name: summarize(
+            mine,
+            traces["ar"],
+            shape["block_size"],
+            dtype=str(dtype).removeprefix("torch."),
+            sampled=cfg.evaluate.temperature > 0,
+        )
         for name, mine in traces.items()
     }
     examples = [

@@ -14,6 +14,7 @@ from draftsmith.config import RunConfig
 from draftsmith.core import Sample, UserError
 from draftsmith.decode.ends import AnswerEnd
 from draftsmith.decode.propose import DraftProposer, LookupProposer, NoProposer, Proposer
+from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.session import TargetSession
 from draftsmith.decode.speculate import Trace, speculate
 from draftsmith.drafter.checkpoint import load_drafter
@@ -45,33 +46,40 @@ def measure(
     block_size, taps = shape.block_size, list(shape.taps)
     traces: dict[str, list[Trace]] = {method: [] for method in cfg.evaluate.methods}
 
-    def decode(method: str, sample: Sample, proposer: Proposer) -> Trace:
+    def decode(method: str, sample: Sample, other: Sample) -> Trace:
+        sampling = Sampling(
+            cfg.evaluate.temperature,
+            cfg.evaluate.top_p,
+            cfg.evaluate.top_k,
+            seed=cfg.seed * 1_000_003 + sample.sample_id,
+        )
+        proposer = proposer_for(method, other, sampling)
         end = AnswerEnd(
             eos_ids=eos,
             max_new_tokens=cfg.evaluate.max_new_tokens,
             loop_ngram=cfg.evaluate.loop_ngram,
         )
         session = TargetSession(target, taps if method in DRAFTED else [])
-        return speculate(session, prompt_of(sample), proposer, end)
+        return speculate(session, prompt_of(sample), proposer, end, sampling)
 
-    def proposer_for(method: str, other: Sample) -> Proposer:
+    def proposer_for(method: str, other: Sample, sampling: Sampling) -> Proposer:
         trained = drafters["chain"]
+        if method == "ar":
+            return NoProposer()
         if method == "lookup":
             return LookupProposer(block_size - 1)
         if method == "shuffled":
-            return DraftProposer(trained, features_of(target, taps, other))
+            return DraftProposer(trained, features_of(target, taps, other), sampling=sampling)
         if method == "tree":
             return DraftProposer(trained, tree_budget=cfg.evaluate.tree_budget)
-        return DraftProposer(drafters[method])
+        return DraftProposer(drafters[method], sampling=sampling)
 
-    decode("ar", prompts[0], NoProposer())  # warm up
+    decode("ar", prompts[0], prompts[0])  # warm up
     done = 0
     for i, sample in enumerate(prompts):
-        traces["ar"].append(decode("ar", sample, NoProposer()))
         other = prompts[(i + 1) % len(prompts)]
         for method in cfg.evaluate.methods:
-            if method != "ar":
-                traces[method].append(decode(method, sample, proposer_for(method, other)))
+            traces[method].append(decode(method, sample, other))
         done += len(traces)
         shown = {f"tau_{m}": _running_tau(traces[m]) for m in cfg.evaluate.methods if m != "ar"}
         progress(done, **shown)

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.tree import Draft, best_first, chain
 from draftsmith.drafter.model import ContextCache, DFlash
 
@@ -56,14 +57,21 @@ class LookupProposer:
 
 
 class DraftProposer:
-    """The DFlash drafter: its argmax chain, or with a budget its tree. `features` replaces what the
-    target gives (a control: another sample's).
+    """The DFlash drafter: its argmax chain, a chain drawn from its own softmax when `sampling` says so,
+    or with a budget its tree (built at temperature 1 whatever the target's). `features` replaces
+    what the target gives (a control: another sample's).
     """
 
     def __init__(
-        self, drafter: DFlash, features: Tensor | None = None, *, tree_budget: int | None = None
+        self,
+        drafter: DFlash,
+        features: Tensor | None = None,
+        *,
+        tree_budget: int | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
         self._drafter, self._other, self._budget = drafter, features, tree_budget
+        self._sampling = sampling
         self._cache = ContextCache(drafter)
 
     def extend(self, token_ids: list[int], features: Tensor) -> None:
@@ -73,6 +81,10 @@ class DraftProposer:
         self._cache.append(features)
 
     def propose(self, anchor_id: int) -> Draft:
-        if self._budget is None:
-            return chain(anchor_id, self._drafter.draft(anchor_id, self._cache))
-        return best_first(anchor_id, self._drafter.slots(anchor_id, self._cache), self._budget)
+        logits = self._drafter.slots(anchor_id, self._cache)
+        if self._budget is not None:
+            return best_first(anchor_id, logits, self._budget)
+        if self._sampling is None or self._sampling.greedy:
+            return chain(anchor_id, logits.argmax(-1).tolist())
+        q = self._sampling.probabilities(logits)
+        return chain(anchor_id, self._sampling.draw(q), q)

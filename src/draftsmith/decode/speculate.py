@@ -1,8 +1,8 @@
 """The loop: propose, verify, emit what the target agrees with plus its own next token, commit.
-Greedy, one prompt; a chain is a tree of one path.
+One prompt; a chain is a tree of one path.
 
-The text is the target's own greedy text whatever the proposer says; only the number of target calls
-changes. (z-lab/dflash dflash/model.py, dflash_generate; docs/hybrids.md says why theirs is not
+The text is the target's own, greedy or sampled, whatever the proposer says; only the number of target
+calls changes. (z-lab/dflash dflash/model.py, dflash_generate; docs/hybrids.md says why theirs is not
 exact on hybrids.)
 """
 
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from draftsmith.decode.ends import AnswerEnd, StopReason
 from draftsmith.decode.propose import Proposer
+from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.session import TargetSession
+from draftsmith.decode.tree import Draft
 
 
 @dataclass
@@ -38,25 +40,25 @@ def speculate(
     prompt_ids: list[int],
     proposer: Proposer,
     end: AnswerEnd,
+    sampling: Sampling | None = None,
 ) -> Trace:
-    """Decode until `end` says so."""
-    trace = Trace()
+    """Decode until `end` says so; greedily, or as `sampling` says."""
+    trace, sampling = Trace(), sampling or Sampling()
     logits, features = session.prefill(prompt_ids)
     proposer.extend(prompt_ids, features)
     trace.gaps += _gaps(logits[None])
-    anchor = int(logits.argmax())
+    _, anchor = sampling.decide(Draft([-1], [-1]), logits[None])
     reason = end.push(anchor)
     begun = time.perf_counter()
     while reason is None:
         draft = proposer.propose(anchor)
         logits, features = session.verify(draft.tokens, draft.parents)
-        choices = logits.argmax(-1).tolist()
-        path = draft.walk(choices)
+        path, bonus = sampling.decide(draft, logits)
         session.commit(path)
         proposer.extend([draft.tokens[node] for node in path], features[path])
         trace.gaps += _gaps(logits[path])
         count = 0
-        for token in (choices[node] for node in path):  # an accepted draft is its parent's choice
+        for token in [*(draft.tokens[node] for node in path[1:]), bonus]:
             reason = end.push(token)
             count += 1
             if reason is not None:
@@ -64,7 +66,7 @@ def speculate(
         trace.emitted.append(count)
         trace.accepted.append(len(path) - 1)
         trace.drafted.append(draft.num_drafted)
-        anchor = choices[path[-1]]
+        anchor = bonus
     trace.decode_s = time.perf_counter() - begun
     trace.tokens, trace.stop_reason = end.tokens, reason
     return trace

@@ -13,10 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens and parents of the nodes, root first (parent -1), every parent before its children."""
+    """Tokens and parents of the nodes, root first (parent -1), every parent before its children. `q`
+    [L, V] are the probabilities that a sampled chain's tokens were drawn from; None for drafts that
+    were not drawn.
+    """
 
     tokens: list[int]
     parents: list[int]
+    q: Tensor | None = None
 
     @property
     def num_drafted(self) -> int:
@@ -37,9 +41,9 @@ class Draft:
         return path
 
 
-def chain(anchor_id: int, tokens: list[int]) -> Draft:
+def chain(anchor_id: int, tokens: list[int], q_LV: Tensor | None = None) -> Draft:
     """A path of these tokens after the anchor."""
-    return Draft([anchor_id, *tokens], list(range(-1, len(tokens))))
+    return Draft([anchor_id, *tokens], list(range(-1, len(tokens))), q_LV)
 
 
 def best_first(
