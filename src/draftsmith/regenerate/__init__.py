@@ -1,27 +1,25 @@
-"""The regenerate stage: the target answers every prompt itself, greedily, in process. A drafter
-learns what the target would say, not what somebody else said.
-
-Files of `answers_per_file` answers are written as they are finished; a killed run goes on with the
-missing ones.
+"""The regenerate stage: the target answers every prompt itself, in process or through servers. A
+drafter learns what the target would say, not what somebody else said.
 """
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from draftsmith import manifest as manifests
 from draftsmith import prepare, tables
 from draftsmith.config import RunConfig
-from draftsmith.core import StageResult
-from draftsmith.decode.batch import generate_batch
-from draftsmith.decode.ends import AnswerEnd
+from draftsmith.core import StageResult, UserError
+from draftsmith.files import file_digest
 from draftsmith.monitor.state import StageReport, stage_report
+from draftsmith.regenerate import inprocess, servers
+from draftsmith.regenerate.journal import NAME as JOURNAL
+from draftsmith.regenerate.servers import Conversation
 from draftsmith.target.load import (
     check_ids,
-    eos_ids,
     inspect_target,
-    load_target,
     load_tokenizer,
     tokenizer_digest,
 )
@@ -40,25 +38,21 @@ def run(cfg: RunConfig) -> StageResult:
     with stage_report(cfg.root, "regenerate") as report:
         tokenizer = load_tokenizer(cfg.target)
         manifest = manifests.begin(
-            out, "answers/1", _inputs(cfg, conversations, tokenizer), remake=False
+            out, "answers/2", _inputs(cfg, conversations, tokenizer), remake=False
         )
         if manifest["complete"]:
             return StageResult("regenerate", str(out), skipped=True, summary=manifest["counts"])
-        prompts, too_long = _render_all(cfg, conversations, tokenizer)
-        files = _plan_files(prompts, cfg.regenerate.answers_per_file)
-        missing = [name for name in files if not (out / name).exists()]
-        report.working(
-            len(prompts),
-            "answers",
-            done=sum(len(ids) for name, ids in files.items() if name not in missing),
-        )
-        if missing:
-            _answer(cfg, tokenizer, prompts, {name: files[name] for name in missing}, out, report)
-        entries = {name: tables.entry(out / name) for name in files}
-        counts = Counter(row["stop_reason"] for row in tables.read_rows(out, {"files": entries}))
+        answer = _by_servers if cfg.regenerate.by_server else _in_process
+        names, more = answer(cfg, conversations, tokenizer, out, report)
+        entries = {name: _entry(out / name) for name in names}
+        counts: Counter[str] = Counter()
+        for name in names:
+            if name.endswith(".parquet"):
+                counts.update(tables.read_column(out / name, "stop_reason"))
         manifest = manifests.finish(
-            out, manifest, entries, {"answers": len(prompts), "too_long": too_long, **counts}
+            out, manifest, entries, {"answers": counts.total(), **more, **counts}
         )
+        (out / JOURNAL).unlink(missing_ok=True)
     return StageResult("regenerate", str(out), summary=manifest["counts"])
 
 
@@ -69,82 +63,84 @@ def finished(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _inputs(cfg: RunConfig, conversations: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    settings = cfg.regenerate.model_dump(
-        include={"max_new_tokens", "temperature", "loop_ngram", "answers_per_file", "batch_size"}
-    )
+    asked = cfg.regenerate
+    names = {"max_new_tokens", "temperature", "loop_ngram", "answers_per_file"}
     return {
         "conversations": conversations["digest"],
         "target": inspect_target(cfg.target).identity(),
         "dtype": cfg.target.dtype,
         "tokenizer": tokenizer_digest(tokenizer),
-        **settings,
+        **asked.model_dump(include=names if asked.by_server else {*names, "batch_size"}),
+        "by": "servers" if asked.by_server else "this process",
+        "turns": cfg.tokenize.turns,
         "max_length_tokens": cfg.tokenize.max_length_tokens,
         "template_kwargs": cfg.tokenize.template_kwargs,
     }
 
 
-def _render_all(
-    cfg: RunConfig, conversations: dict[str, Any], tokenizer: Any
-) -> tuple[dict[int, list[int]], int]:
-    """Prompt ids by sample; prompts that leave no room for an answer are counted and left out."""
-    prompts, too_long, info = {}, 0, inspect_target(cfg.target)
-    for row in tables.read_rows(prepare.folder(cfg), conversations):
+def _entry(path: Path) -> dict[str, Any]:
+    if path.suffix == ".parquet":
+        return tables.entry(path)
+    return {"sha256": file_digest(path), "bytes": path.stat().st_size}
+
+
+def _conversations(cfg: RunConfig, manifest: dict[str, Any]) -> Iterator[Conversation]:
+    """Every conversation, and where in it the target is to answer."""
+    for row in tables.read_rows(prepare.folder(cfg), manifest):
+        messages = json.loads(row["messages"])
+        turns = [len(messages)]
+        if cfg.tokenize.turns == "all":
+            turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"] + turns
         tools = json.loads(row["tools"]) if row["tools"] else None
-        ids = render_prompt(
-            tokenizer,
-            json.loads(row["messages"]),
-            tools,
-            cfg.tokenize.template_kwargs,
-            where=prepare.place(cfg, row),
-        )
-        check_ids(max(ids), info, prepare.place(cfg, row))
-        if len(ids) < cfg.tokenize.max_length_tokens:
-            prompts[row["sample_id"]] = ids
-        else:
-            too_long += 1
-    return prompts, too_long
+        where = prepare.place(cfg, row)
+        yield Conversation(row["sample_id"], row["split"], messages, tools, turns, where)
 
 
-def _plan_files(prompts: dict[int, list[int]], size: int) -> dict[str, list[int]]:
-    """File name -> sample ids; prompts of like length together, so that little is padded."""
-    order = sorted(prompts, key=lambda i: (len(prompts[i]), i))
-    return {
-        f"answers-{n:05d}.parquet": order[at : at + size]
-        for n, at in enumerate(range(0, len(order), size))
-    }
+def _prompt(
+    cfg: RunConfig, tokenizer: Any, messages: list[dict], tools: list[dict] | None, where: str
+) -> list[int]:
+    """A prompt's token ids, all of which the target knows."""
+    ids = render_prompt(tokenizer, messages, tools, cfg.tokenize.template_kwargs, where=where)
+    check_ids(max(ids), inspect_target(cfg.target), where)
+    return ids
 
 
-def _answer(
+def _in_process(
     cfg: RunConfig,
+    manifest: dict[str, Any],
     tokenizer: Any,
-    prompts: dict[int, list[int]],
-    files: dict[str, list[int]],
     out: Path,
     report: StageReport,
-) -> None:
-    model = load_target(cfg.target)
-    eos = eos_ids(tokenizer, cfg.target)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
-    done, tokens = report.state["done"], 0
-    for name, sample_ids in files.items():
-        rows = []
-        for at in range(0, len(sample_ids), cfg.regenerate.batch_size):
-            batch = sample_ids[at : at + cfg.regenerate.batch_size]
-            ends = [
-                AnswerEnd(
-                    eos_ids=eos,
-                    max_new_tokens=cfg.regenerate.max_new_tokens,
-                    loop_ngram=cfg.regenerate.loop_ngram,
-                )
-                for _ in batch
-            ]
-            answers = generate_batch(
-                model, [prompts[i] for i in batch], ends, pad_id=pad_id, on_step=report.tick
-            )
-            rows += [
-                {"sample_id": i, "prompt_ids": prompts[i], "answer_ids": ids, "stop_reason": reason}
-                for i, (ids, reason) in zip(batch, answers, strict=True)
-            ]
-            done, tokens = done + len(batch), tokens + sum(len(ids) for ids, _ in answers)
-            report.progress(done, tokens=tokens)
-        tables.write_table(out / name, rows, tables.ANSWERS)
+) -> tuple[list[str], dict[str, int]]:
+    prompts, turns, too_long = {}, {}, 0
+    for chat in _conversations(cfg, manifest):
+        ids = _prompt(cfg, tokenizer, chat.messages, chat.tools, chat.where)
+        if len(ids) < cfg.tokenize.max_length_tokens:
+            prompts[chat.sample_id], turns[chat.sample_id] = ids, chat.turns[-1]
+        else:
+            too_long += 1
+    names = inprocess.answer_all(cfg, tokenizer, prompts, turns, out, report)
+    return names, {"too_long": too_long}
+
+
+def _by_servers(
+    cfg: RunConfig,
+    manifest: dict[str, Any],
+    tokenizer: Any,
+    out: Path,
+    report: StageReport,
+) -> tuple[list[str], dict[str, int]]:
+    if cfg.regenerate.loop_ngram is not None:
+        raise UserError(
+            where="regenerate.loop_ngram",
+            found=str(cfg.regenerate.loop_ngram),
+            expected="null: servers do not cut loops",
+            remedy="Leave it out, or answer in process.",
+        )
+    total = sum(len(chat.turns) for chat in _conversations(cfg, manifest))
+
+    def render(messages: list[dict], tools: list[dict] | None, where: str) -> list[int]:
+        return _prompt(cfg, tokenizer, messages, tools, where)
+
+    chats = _conversations(cfg, manifest)
+    return servers.answer_all(cfg, tokenizer, chats, total, render, out, report)
