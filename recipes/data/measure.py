@@ -2,19 +2,18 @@
 
     python recipes/data/measure.py WORK --samples 1000000
 
-Synthetic chats of about 1k tokens, of words from the standard library's docstrings, with the built-in
+Synthetic chats of about 1k tokens, cut from the standard library's sources, with the built-in
 target's tokenizer (or --target). Prints one JSON object.
 """
 
 import argparse
 import json
 import os
-import pkgutil
 import random
 import re
 import sys
+import sysconfig
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -30,10 +29,8 @@ CONFIG = {"regenerate": {"enabled": False}, "tokenize": {"template_kwargs": {}}}
 def vocabulary() -> list[str]:
     """Words of the standard library's sources, as often as they stand there."""
     words: list[str] = []
-    for module in pkgutil.iter_modules(find_spec("os").origin.rsplit("/", 1)[0:1]):
-        spec = find_spec(module.name)
-        if spec and spec.origin and spec.origin.endswith(".py"):
-            words += re.findall(r"\S+\s*", Path(spec.origin).read_text(errors="ignore"))
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        words += re.findall(r"\S+\s*", path.read_text(errors="ignore"))
     return words
 
 
