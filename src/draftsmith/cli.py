@@ -63,6 +63,7 @@ def _dispatch(args: list[str]) -> int:
     status = commands.add_parser("status", help="one line: state, stage, progress, ETA")
     status.add_argument("run", type=Path, help="the run's folder")
     status.add_argument("--json", action="store_true", help="state.json, as it holds now")
+    _add_inspect(commands)
     _add_server_commands(commands)
     known, rest = parser.parse_known_args(args)
     if known.command == "serve-check":
@@ -71,6 +72,9 @@ def _dispatch(args: list[str]) -> int:
     if known.command == "verify":
         _no_more(parser, rest)
         return _verify(known)
+    if known.command == "inspect":
+        _no_more(parser, rest)
+        return _inspect(known)
     if known.command == "status":
         _no_more(parser, rest)
         return _status(known.run, known.json)
@@ -94,6 +98,24 @@ def _dispatch(args: list[str]) -> int:
 
     cfg = configfile.load(Path(paths[0]), overrides)
     pipeline.run(cfg, None if known.command == "run" else [known.command])
+    return GOOD
+
+
+def _add_inspect(commands: Any) -> None:
+    look = commands.add_parser("inspect", help="a sample with its supervised tokens, or a summary")
+    look.add_argument("data", type=Path, help="a run, or a folder in it")
+    look.add_argument("--sample", type=int, metavar="I", help="the sample at this place, from 0")
+    look.add_argument("--ids", action="store_true", help="every token with its id")
+    look.add_argument("--html", type=Path, metavar="PATH", help="also as a page")
+    look.add_argument("--picture", type=Path, metavar="PATH", help="the summary as .png or .svg")
+
+
+def _inspect(known: argparse.Namespace) -> int:
+    from draftsmith import inspect
+
+    inspect.run(
+        known.data, sample=known.sample, ids=known.ids, page=known.html, picture=known.picture
+    )
     return GOOD
 
 

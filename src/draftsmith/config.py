@@ -6,6 +6,7 @@ loads.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -50,15 +52,54 @@ class TargetConfig(_Model):
     """GPUs that hold one copy of the target."""
 
 
+class FiltersConfig(_Model):
+    min_messages: Annotated[int, Field(ge=1)] = 1
+    """Fewest messages of a conversation that is kept."""
+    max_messages: Annotated[int, Field(ge=1)] | None = None
+    """Most messages."""
+    min_chars: Annotated[int, Field(ge=0)] = 0
+    """Least text, over all messages."""
+    max_chars: Annotated[int, Field(ge=1)] | None = None
+    """Most text."""
+    match: str | None = None
+    """Regular expression that some message must contain."""
+    match_none: str | None = None
+    """Regular expression that no message may contain."""
+
+    @field_validator("match", "match_none")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"a regular expression ({error})") from None
+        return pattern
+
+
 class SourceConfig(_Model):
     path: str
-    """A JSONL file, `.jsonl` or `.jsonl.gz`."""
-    format: Literal["messages"] = "messages"
-    """messages: one OpenAI-style `{"messages": [...], "tools": [...]}` a line."""
+    """`.jsonl`, `.json` (an array), `.parquet` or `.arrow`, the first two also `.gz` or `.zst`; or
+    `hub:OWNER/NAME`, or `hub:FOLDER`, through the `datasets` library.
+    """
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "traces"] = "auto"
+    """messages: OpenAI's `{"messages": [...], "tools": [...]}`; sharegpt; alpaca; traces: runs of
+    SWE-agent or OpenHands; auto: guessed from the first row, and said.
+    """
     name: str | None = None
     """Name in reports; default: the file's name, or a line's own `source`."""
     weight: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the file's prompts that is kept, chosen by hash."""
+    max_samples: Annotated[int, Field(ge=1)] | None = None
+    """At most this many of its conversations, chosen by hash."""
+    filters: FiltersConfig = FiltersConfig()
+    """Which of its conversations are kept."""
+    subset: str | None = None
+    """Of a hub data set: its configuration."""
+    split: str = "train"
+    """Of a hub data set: its split."""
+    revision: str = "main"
+    """Of a hub data set: branch, tag or commit."""
 
 
 class PrepareConfig(_Model):
@@ -70,34 +111,80 @@ class PrepareConfig(_Model):
     """At most this many prompts of the training split, chosen by hash."""
     max_held_out: Annotated[int, Field(ge=1)] | None = None
     """At most this many held-out prompts, chosen by hash."""
+    bad_lines: Literal["refuse", "skip"] = "refuse"
+    """refuse: stop at the first damaged line; skip: leave it out, count it, list it in left-out.jsonl."""
+    max_line_bytes: Annotated[int, Field(ge=1024)] = 1 << 24
+    """A longer line counts as damaged."""
+    near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Drop a question whose words are this similar (Jaccard, by MinHash) to an earlier one's; null: no."""
+    decontaminate: list[str] = []
+    """Files of evaluation prompts: a conversation that shares 13 words in a row with one is dropped."""
+    workers: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """Processes; auto: one a core."""
 
 
 class RegenerateConfig(_Model):
     enabled: bool = True
-    """Replace the last answer of every conversation by the target's own."""
+    """Replace the answers of every conversation by the target's own."""
+    servers: list[str] = []
+    """URLs of OpenAI-compatible servers of the target (vLLM, SGLang, others); none: in process."""
+    launch: str | None = None
+    """Command that starts such a server here, e.g. `vllm serve TARGET`; `--port N` is added, and
+    `{replica}` stands for its number. It is stopped when all is answered.
+    """
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """How often `launch` is run."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 2048
     """Longest answer."""
-    temperature: Greedy = 0.0
-    """Greedy."""
-    servers: Annotated[list[str], Field(max_length=0)] = []
-    """OpenAI-compatible servers; this version answers in process only."""
-    launch: None = None
-    """Command that starts a server a replica; not in this version."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Of training answers, through servers; 0: greedy. Held-out answers are always greedy."""
+    concurrency: Annotated[int, Field(ge=1)] = 64
+    """Requests at a time to one server."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600
+    """Longest wait for one answer."""
+    retries: Annotated[int, Field(ge=0)] = 6
+    """How often a request is repeated after 429, 5xx, or no answer, waiting twice as long each time."""
+    max_failures: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Share of the questions that may stay without an answer; more is a fault."""
+    wait_s: Annotated[float, Field(gt=0)] = 900
+    """Seconds a launched server may take to start."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Prompts decoded together."""
+    """In process: prompts decoded together."""
     answers_per_file: Annotated[int, Field(ge=1)] = 1024
-    """Answers in one file: what a killed run loses at most."""
+    """Answers in one file: what a killed run loses at most, in process."""
     loop_ngram: Annotated[int, Field(ge=2)] | None = None
     """Cut an answer at its first repeated n-gram of this many tokens; null: never."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _greedy_in_process(cls, temperature: float, info: ValidationInfo) -> float:
+        if temperature and not (info.data.get("servers") or info.data.get("launch")):
+            raise ValueError("0.0: in process the target answers greedily; servers can sample")
+        return temperature
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "RegenerateConfig":
+        if self.servers and self.launch:
+            raise ValueError("give regenerate.servers or regenerate.launch, not both")
+        return self
+
+    @property
+    def by_server(self) -> bool:
+        """Whether servers answer, rather than this process."""
+        return bool(self.servers or self.launch)
 
 
 class TokenizeConfig(_Model):
     max_length_tokens: Annotated[int, Field(ge=8)] = 4096
     """Longest sample."""
-    too_long: Literal["truncate", "drop"] = "truncate"
-    """What happens to longer ones."""
+    too_long: Literal["truncate", "drop", "split"] = "truncate"
+    """What happens to longer ones; split: at turns, each part begins with the system message."""
+    turns: Literal["last", "all"] = "last"
+    """Which answers of a conversation are supervised (and regenerated)."""
     template_kwargs: dict[str, Any] = {"enable_thinking": False}
     """Variables for the chat template, in training as in serving."""
+    workers: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """Processes; auto: one a core."""
 
     @field_validator("template_kwargs")
     @classmethod
@@ -289,6 +376,16 @@ class RunConfig(_Model):
         ):
             raise ValueError(
                 f"features.store {self.store} lies in a folder that another stage remakes"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _turns_are_asked_of_servers(self) -> "RunConfig":
+        asked = self.regenerate
+        if asked.enabled and self.tokenize.turns == "all" and not asked.by_server:
+            raise ValueError(
+                "tokenize.turns: all needs regenerate.servers or regenerate.launch, or "
+                "regenerate.enabled: false; in process only the last answer is regenerated"
             )
         return self
 
