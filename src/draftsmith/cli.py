@@ -65,6 +65,7 @@ def _dispatch(args: list[str]) -> int:
     status.add_argument("--json", action="store_true", help="state.json, as it holds now")
     _add_inspect(commands)
     _add_server_commands(commands)
+    _add_bench(commands)
     known, rest = parser.parse_known_args(args)
     if known.command == "serve-check":
         _no_more(parser, rest)
@@ -75,6 +76,9 @@ def _dispatch(args: list[str]) -> int:
     if known.command == "inspect":
         _no_more(parser, rest)
         return _inspect(known)
+    if known.command == "bench":
+        _no_more(parser, rest)
+        return _bench(known)
     if known.command == "status":
         _no_more(parser, rest)
         return _status(known.run, known.json)
@@ -139,17 +143,50 @@ def _add_server_commands(commands: Any) -> None:
     )
     check.add_argument("--max-prompts", type=int, default=128)
     verify = commands.add_parser(
-        "verify", help="states that a vLLM server extracts, against a feature store"
+        "verify", help="a feature store: checksums, impossible rows, states made again"
     )
-    verify.add_argument("store", type=Path, help="RUN/features")
-    verify.add_argument("--engine", choices=["vllm"], required=True)
-    verify.add_argument("--command", dest="server_command", metavar="CMD", required=True)
-    verify.add_argument("--samples", type=int, default=32)
+    verify.add_argument("store", help="RUN/features, a folder, or s3://bucket/prefix")
+    verify.add_argument(
+        "--recompute", type=_count, default=0, metavar="N", help="samples to make again, alone"
+    )
+    verify.add_argument("--data", type=Path, metavar="RUN", help="the run whose tokens these are")
+    verify.add_argument("--target", metavar="PATH", help="where the store's target is now")
+    verify.add_argument(
+        "--engine", choices=["vllm"], help="instead, against the states that a server extracts"
+    )
+    verify.add_argument("--command", dest="server_command", metavar="CMD", help="starts it")
+    verify.add_argument("--samples", type=_count, default=32, help="for --engine")
     for command in (check, verify):
         command.add_argument(
             "--wait", type=float, default=900, help="seconds a server may take to start"
         )
         command.add_argument("--json", action="store_true")
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="this machine against its own measured ceilings")
+    kinds = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    store = kinds.add_parser("store", help="write and read rates for each codec")
+    store.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
+    store.add_argument("--bytes", type=_count, default=2 << 30, help="of states, for each codec")
+    store.add_argument("--hidden", type=_count, default=4096, help="width of synthetic states")
+    store.add_argument("--taps", type=_count, default=5, help="of synthetic states")
+    store.add_argument("--states", type=Path, metavar="SHARD", help="real states, codec none")
+    store.add_argument("--json", action="store_true")
+
+
+def _bench(known: argparse.Namespace) -> int:
+    from draftsmith import bench_store
+
+    bench_store.run(
+        known.folder,
+        num_bytes=known.bytes,
+        hidden=known.hidden,
+        taps=known.taps,
+        states=known.states,
+        as_json=known.json,
+    )
+    return GOOD
 
 
 def _serve_check(known: argparse.Namespace) -> int:
@@ -168,17 +205,42 @@ def _serve_check(known: argparse.Namespace) -> int:
 
 
 def _verify(known: argparse.Namespace) -> int:
+    if (known.engine is None) != (known.server_command is None):
+        raise UserError(
+            where="command line",
+            found="one of --engine and --command",
+            expected="both, or neither",
+            remedy="--command starts the server that --engine names.",
+        )
+    if known.engine is None:
+        from draftsmith import check_store
+
+        check_store.run(
+            known.store,
+            recomputed=known.recompute,
+            data=known.data,
+            target=known.target,
+            as_json=known.json,
+        )
+        return GOOD
     from draftsmith import verify
 
+    local = "://" not in known.store
     verify.run(
         known.store,
         command=known.server_command,
         num_samples=known.samples,
         wait_s=known.wait,
-        log=known.store.parent / "serve" / "verify.log",
+        log=(Path(known.store).parent if local else Path()) / "serve" / "verify.log",
         as_json=known.json,
     )
     return GOOD
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no count")
+    return int(text)
 
 
 def _no_more(parser: argparse.ArgumentParser, rest: list[str]) -> None:

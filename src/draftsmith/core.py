@@ -23,6 +23,20 @@ def _user_error(parts: dict[str, str]) -> UserError:
     return UserError(**parts)
 
 
+class Damaged(UserError):
+    """A file that is not what was written: gone, cut short, or changed."""
+
+    @classmethod
+    def file(cls, where: str, found: str) -> "Damaged":
+        """A file that a stage wrote and can write again."""
+        return cls(
+            where=where,
+            found=f"a damaged or missing file ({found})",
+            expected="the file as it was written",
+            remedy="Delete it and run the stage that wrote it again.",
+        )
+
+
 class FaultFound(Exception):
     """The work was done and showed a fault (for example a text that must be identical and is not).
     Exit 1.

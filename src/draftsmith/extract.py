@@ -7,8 +7,8 @@ stored). A shard is a whole number of rows of the row plan, so a run that was ki
 the missing shards and leaves the same bytes.
 """
 
+import hashlib
 import math
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +18,14 @@ from transformers import PreTrainedModel
 
 import draftsmith.tokenize as tokenize_stage
 from draftsmith import manifest as manifests
+from draftsmith import places
 from draftsmith.config import RunConfig
 from draftsmith.core import RowPlan, Sample, StageResult, UserError
 from draftsmith.monitor.state import StageReport, stage_report
-from draftsmith.store.shards import KIND, SampleFeatures, shard_entry, shard_name, write_shard
+from draftsmith.places import Place
+from draftsmith.store import index, shards
+from draftsmith.store.shards import KIND, SampleFeatures, shard_name
+from draftsmith.store.writer import ShardWriter
 from draftsmith.target.load import (
     TargetInfo,
     check_ids,
@@ -45,7 +49,8 @@ def run(cfg: RunConfig) -> StageResult:
     with stage_report(cfg.root, "extract") as report:
         info = inspect_target(cfg.target)
         taps = resolve_taps(cfg.features, info.num_layers)
-        manifest = manifests.begin(cfg.store, KIND, _inputs(cfg, info, taps, tokens), remake=False)
+        store = places.at(cfg.store)
+        manifest = manifests.begin(store, KIND, _inputs(cfg, info, taps, tokens), remake=False)
         if manifest["complete"]:
             return StageResult("extract", str(cfg.store), skipped=True, summary=manifest["counts"])
         samples = tokenize_stage.read_samples(cfg, tokens)
@@ -56,27 +61,25 @@ def run(cfg: RunConfig) -> StageResult:
             tokens_per_batch=cfg.extract.tokens_per_batch,
             seed=cfg.seed,
         )
-        shards = plan_shards(
+        planned = plan_shards(
             plan, samples, token_bytes(cfg, info, len(taps)), cfg.extract.shard_bytes
         )
-        missing = [i for i in range(len(shards)) if not (cfg.store / shard_name(i)).exists()]
-        _check_disk(cfg, info, taps, shards, samples, missing)
-        finished = sum(
-            _num_tokens(shards[i], samples) for i in range(len(shards)) if i not in missing
-        )
+        names = [shard_name(i) for i in range(len(planned))]
+        there = store.sizes(names)
+        missing = [i for i, name in enumerate(names) if name not in there]
+        _check_disk(cfg, info, taps, planned, samples, missing, store)
+        finished = plan.num_tokens - sum(_num_tokens(planned[i], samples) for i in missing)
         report.working(plan.num_tokens, "tokens", done=finished)
+        said = shards.about(manifest["inputs"])
         if missing:
-            _extract(cfg, taps, samples, shards, missing, report)
-        entries = {
-            shard_name(i): shard_entry(cfg.store / shard_name(i)) for i in range(len(shards))
-        }
+            _extract(cfg, taps, samples, planned, missing, report, store, said)
         counts = {
             "samples": len(samples),
             "tokens": plan.num_tokens,
-            "shards": len(shards),
+            "shards": len(planned),
             "fill": round(plan.num_tokens / plan.padded_tokens, 4),
         }
-        manifest = manifests.finish(cfg.store, manifest, entries, counts)
+        manifest = manifests.finish(store, manifest, index.entries(store, names, said), counts)
     return StageResult("extract", str(cfg.store), summary=manifest["counts"])
 
 
@@ -85,16 +88,18 @@ def finished(cfg: RunConfig) -> dict[str, Any]:
     info = inspect_target(cfg.target)
     taps = resolve_taps(cfg.features, info.num_layers)
     inputs = _inputs(cfg, info, taps, tokenize_stage.finished(cfg))
-    return manifests.required(cfg.store, "extract", inputs)
+    return manifests.required(places.at(cfg.store), "extract", inputs)
 
 
 def _inputs(
     cfg: RunConfig, info: TargetInfo, taps: list[int], tokens: dict[str, Any]
 ) -> dict[str, Any]:
+    tokenizer = load_tokenizer(cfg.target)
     return {
         "target": info.identity(),
         "taps": taps,
-        "tokenizer": tokenizer_digest(load_tokenizer(cfg.target)),
+        "tokenizer": tokenizer_digest(tokenizer),
+        "template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
         "tokens": tokens["digest"],
         "convention": "tap i = raw output of 0-based decoder layer i = HF hidden_states[i+1]",
         "final": cfg.features.final,
@@ -109,25 +114,26 @@ def _inputs(
 
 
 def token_bytes(cfg: RunConfig, info: TargetInfo, num_taps: int) -> int:
-    """Bytes that one token takes in the store."""
+    """Bytes that one token takes in the store, before lossless packing."""
     width = getattr(torch, cfg.features.dtype).itemsize
-    states = num_taps + (cfg.features.final == "state")
-    return states * info.hidden_size * width + 5 + 4 * (cfg.features.final == "argmax")
+    tap = info.hidden_size + 4 if cfg.extract.codec == "fp8" else info.hidden_size * width
+    final = {"none": 0, "argmax": 4, "state": info.hidden_size * width}[cfg.features.final]
+    return num_taps * tap + final + 5
 
 
 def plan_shards(
     plan: RowPlan, samples: list[Sample], bytes_per_token: int, shard_bytes: int
 ) -> list[list[list[int]]]:
     """Group the plan's rows into shards: closed once they hold `shard_bytes`."""
-    shards: list[list[list[int]]] = [[]]
+    planned: list[list[list[int]]] = [[]]
     size = 0
     for row in plan.rows:
         if size >= shard_bytes:
-            shards.append([])
+            planned.append([])
             size = 0
-        shards[-1].append(row)
+        planned[-1].append(row)
         size += sum(len(samples[i].input_ids) for i in row) * bytes_per_token
-    return shards
+    return planned
 
 
 def _num_tokens(shard: list[list[int]], samples: list[Sample]) -> int:
@@ -138,13 +144,16 @@ def _check_disk(
     cfg: RunConfig,
     info: TargetInfo,
     taps: list[int],
-    shards: list,
+    planned: list,
     samples: list[Sample],
     missing: list[int],
+    store: Place,
 ) -> None:
-    need = sum(_num_tokens(shards[i], samples) for i in missing) * token_bytes(cfg, info, len(taps))
-    free = shutil.disk_usage(cfg.store).free
-    if need > free:
+    need = sum(_num_tokens(planned[i], samples) for i in missing) * token_bytes(
+        cfg, info, len(taps)
+    )
+    free = store.free_bytes()
+    if free is not None and need > free:
         raise UserError(
             where=str(cfg.store),
             found=f"{free / 1e9:.3f} GB free",
@@ -157,24 +166,26 @@ def _extract(
     cfg: RunConfig,
     taps: list[int],
     samples: list[Sample],
-    shards: list,
+    planned: list,
     missing: list[int],
     report: StageReport,
+    store: Place,
+    said: dict[str, str],
 ) -> None:
     model = load_target(cfg.target)
     unembed(model)  # a head the drafter cannot share is better refused before the work
     forward = StatesForward(model, taps, cfg.features.final, getattr(torch, cfg.features.dtype))
     done = report.state["done"]
-    for index in missing:
-        out: list[SampleFeatures] = []
-        for row in shards[index]:
-            for features in forward([samples[i] for i in row]):
-                _check_states(features, taps)
-                out.append(features)
-            done += sum(len(samples[i].input_ids) for i in row)
-            report.progress(done)
-        write_shard(cfg.store / shard_name(index), out)
-        report.event("shard", name=shard_name(index))
+    with ShardWriter(store, cfg.extract.codec, said, report.event) as writer:
+        for number in missing:
+            out: list[SampleFeatures] = []
+            for row in planned[number]:
+                for features in forward([samples[i] for i in row]):
+                    _check_states(features, taps)
+                    out.append(features)
+                done += sum(len(samples[i].input_ids) for i in row)
+                report.progress(done)
+            writer.put(shard_name(number), out)
 
 
 class StatesForward:

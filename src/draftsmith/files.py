@@ -20,13 +20,19 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
     """Call `write` with a temporary name in the same folder, sync, rename. A full disk is a
     UserError.
     """
+    with disk_errors(path), synced_aside(path, write) as temporary:
+        os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def synced_aside(path: Path, write: Callable[[Path], Any]) -> Iterator[Path]:
+    """A file beside `path`, written and on the disk; gone when the block ends, unless renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with disk_errors(path):
-            write(temporary)
-            _sync(temporary)
-            os.replace(temporary, path)
+        write(temporary)
+        _sync(temporary)
+        yield temporary
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -6,6 +6,7 @@ was killed goes on from its last checkpoint with the same numbers.
 """
 
 import io
+import itertools
 import math
 import pickle
 import shutil
@@ -188,13 +189,14 @@ def train(
     report.working(len(steps), "steps", done=begin)
     last: dict[str, float] = {}
     drafter.train()
+    batches = micro_batches(source, steps[begin:], device)
     for number in range(begin, len(steps)):
         started, step = time.perf_counter(), steps[number]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(cfg.train, number, len(steps))
         loss_sum, weight_sum = torch.zeros((), device=device), torch.zeros((), device=device)
         guessed, anchors, tokens = torch.zeros((), device=device), 0, 0
-        for batch in micro_batches(source, step, device):
+        for batch in itertools.islice(batches, len(step.rows)):
             drawn = [
                 draw_anchors(
                     mask.cpu().numpy(),
@@ -250,10 +252,13 @@ def train(
     return last
 
 
-def micro_batches(source: StoreSource, step: Step, device: torch.device) -> Iterator[FeatureBatch]:
-    """The step's micro-batches on the device, states in fp32 (autocast narrows them on a GPU)."""
-    for row in step.rows:
-        yield source.batch(row).to(device, torch.float32)
+def micro_batches(
+    source: StoreSource, steps: list[Step], device: torch.device
+) -> Iterator[FeatureBatch]:
+    """The steps' micro-batches on the device, states in fp32 (autocast narrows them on a GPU)."""
+    rows = [row for step in steps for row in step.rows]
+    for batch in source.batches(rows, pinned=device.type == "cuda"):
+        yield batch.to(device, torch.float32)
 
 
 def save(out: Path, drafter: DFlash, optimizer: torch.optim.Optimizer, step: int) -> None:
