@@ -150,7 +150,9 @@ def test_killed_in_every_stage_the_run_ends_with_the_same_bytes(finished, tmp_pa
 def test_changed_inputs_redo_cheap_stages_and_refuse_to_drop_expensive_ones(finished):
     config = finished / "config.yaml"
     again = command("run", config, "--evaluate.max_prompts", "2")
-    assert again.returncode == 0 and again.stdout.count("already complete") == len(STAGES) - 1
+    assert again.returncode == 0
+    done_again = ["evaluate", "export"]  # the model card holds evaluate's table
+    assert again.stdout.count("already complete") == len(STAGES) - len(done_again)
     for key, value, what in (
         ("features.taps", "[1, 3, 4]", "taps was [1, 3, 5], is now [1, 3, 4]"),
         ("train.lr", "1.0e-3", "train.lr was"),
