@@ -87,8 +87,8 @@ class StoreReader:
             raise UserError(
                 where=str(folder),
                 found=f"a store of format {manifest['kind']}" if manifest else "no store",
-                expected=f"a complete one of {KIND}",
-                remedy="Use a matching version of draftsmith, or extract again.",
+                expected=f"a complete one of {KIND}, such as RUN/features",
+                remedy="Give the store's folder, use a matching version of draftsmith, or extract again.",
             )
         self._files = {name: open_shard(folder / name) for name in sorted(manifest["files"])}
         self._where: dict[int, tuple[str, int, int]] = {}
