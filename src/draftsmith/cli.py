@@ -98,9 +98,11 @@ def _dispatch(args: list[str]) -> int:
             expected=f"draftsmith {known.command} CONFIG [--section.key VALUE ...]",
             remedy=f"`draftsmith {known.command} --help` lists the keys.",
         )
-    from draftsmith import configfile, pipeline
+    from draftsmith import configfile
 
-    cfg = configfile.load(Path(paths[0]), overrides)
+    cfg = configfile.load(Path(paths[0]), overrides)  # a typo is told before torch is imported
+    from draftsmith import pipeline
+
     pipeline.run(cfg, None if known.command == "run" else [known.command])
     return GOOD
 

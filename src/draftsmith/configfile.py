@@ -46,7 +46,7 @@ def load(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
     if not isinstance(data, dict):
         raise UserError(
             where=str(path),
-            found=f"a {type(data).__name__}",
+            found="an empty file" if data is None else f"a {type(data).__name__}",
             expected="a YAML mapping",
             remedy="See recipes/ for examples.",
         )

@@ -59,6 +59,10 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
+    """To the disk, and readable as other files are: safetensors makes its own private."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 

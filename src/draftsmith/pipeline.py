@@ -36,19 +36,37 @@ def run(cfg: RunConfig, stages: list[str] | None = None) -> list[StageResult]:
         )
     if "train" in names:
         train.drafter_shape(cfg)  # what cannot be trained is refused before hours of extraction
-    results = []
+    results: list[StageResult] = []
+    before = _finished_state(cfg)
     for name in names:
         started = time.perf_counter()
         more = more_stages.set(name != names[-1])
         try:
             result = STAGES[name](cfg)
+        except UserError:
+            if before and all(r.skipped for r in results) and _nothing_begun(cfg):
+                write_atomic(cfg.root / "state.json", lambda path: path.write_text(before))
+            raise
         finally:
             more_stages.reset(more)
-        _save_config(cfg)
+        if not result.skipped or name == names[-1]:
+            _save_config(cfg)  # what a later stage may refuse is not written down by a skipped one
         took = "already complete" if result.skipped else f"{time.perf_counter() - started:.1f} s"
         print(f"{name:<11}{took:>17}  {_summary(result)}", flush=True)
         results.append(result)
     return results
+
+
+def _finished_state(cfg: RunConfig) -> str | None:
+    """state.json of a run that is DONE: a refused command must not turn it into a failure."""
+    path = cfg.root / "state.json"
+    text = path.read_text() if path.is_file() else ""
+    return text if '"state": "DONE"' in text else None
+
+
+def _nothing_begun(cfg: RunConfig) -> bool:
+    """Whether the stage that was refused had not begun to work."""
+    return json.loads((cfg.root / "state.json").read_text())["total"] is None
 
 
 def _save_config(cfg: RunConfig) -> None:

@@ -30,8 +30,8 @@ def write_config(folder: Path, prompts: int = 40, **sections: dict[str, Any]) ->
         "drafter": {"layers": 2, "block_size": 4},
         "train": {"epochs": 2, "tokens_per_step": 256, "micro_batch_tokens": 256, "anchors_per_sample": 4,
                   "checkpoint_every": 3, "log_every": 1},
-        "evaluate": {"methods": ["ar", "lookup", "chain", "untrained", "shuffled"], "max_prompts": 3,
-                     "max_new_tokens": 24, "loop_ngram": 12},
+        "evaluate": {"methods": ["ar", "lookup", "chain", "tree", "untrained", "shuffled"], "max_prompts": 3,
+                     "max_new_tokens": 24, "tree_budget": 9, "loop_ngram": 12},
     }  # fmt: skip
     for name, section in sections.items():
         config[name] = {**config.get(name, {}), **section} if isinstance(section, dict) else section

@@ -172,7 +172,7 @@ def test_a_command_that_is_none_and_a_server_that_is_silent(tmp_path):
         pass
     with pytest.raises(UserError, match="vLLM or SGLang"):
         connect("http://127.0.0.1:9")
-    assert first_cause(tmp_path / "b") == "no error in its log"
+    assert first_cause(tmp_path / "b").startswith("no error in its log")
 
 
 def test_served_numbers_are_evaluates_numbers():

@@ -116,11 +116,13 @@ def first_cause(log: Path) -> str:
     """The first error in a server's log that is not an echo of another one; servers end with
     'see root cause above'.
     """
-    for line in log.read_text(errors="replace").splitlines():
+    lines = log.read_text(errors="replace").splitlines()
+    for line in lines:
         found = CAUSE.search(line)
         if found and not ECHO.search(line):
             return found.group(0)[:300]
-    return "no error in its log"
+    last = next((line for line in reversed(lines[1:]) if line.strip()), "")
+    return f"no error in its log, which ends with {last[:200]!r}"
 
 
 def _stop(process: subprocess.Popen) -> None:
