@@ -185,9 +185,7 @@ def _diagnose(
     """
     model = load_target(cfg.target)
     tokenizer: Any = load_tokenizer(cfg.target)
-    drafter = load_drafter(
-        export, dtype=model.dtype, device=model.device, num_target_layers=None
-    ).share(*unembed(model))
+    drafter = load_drafter(export, dtype=model.dtype, device=model.device).share(*unembed(model))
     taps = list(drafter.shape.taps)
     result["gaps"], tie = {}, NEAR_TIES[str(model.dtype).removeprefix("torch.")]
     for i in differing:

@@ -9,6 +9,8 @@ from draftsmith.decode.propose import DraftProposer
 from draftsmith.decode.tree import Draft
 from draftsmith.drafter.model import DFlash
 
+NO_TOKEN = -1
+
 
 @dataclass
 class Replay:
@@ -47,14 +49,8 @@ def replay(
 
 
 def _along(draft: Draft, text: list[int]) -> int:
-    """Drafts that the text passes through."""
-    node = 0
-    for depth, token in enumerate(text):
-        child = next(
-            (i for i in range(node + 1, len(draft.tokens))
-             if draft.parents[i] == node and draft.tokens[i] == token), None,
-        )  # fmt: skip
-        if child is None:
-            return depth
-        node = child
-    return len(text)
+    """Drafts that the text passes through: the walk of a target that writes this text at every depth."""
+    depths = [0]
+    for parent in draft.parents[1:]:
+        depths.append(depths[parent] + 1)
+    return len(draft.walk([text[d] if d < len(text) else NO_TOKEN for d in depths])) - 1
