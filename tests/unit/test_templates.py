@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AddedToken, AutoTokenizer
 
@@ -201,8 +201,19 @@ def conversations(draw: Any) -> tuple[list[dict], Any]:
     return messages, [WEATHER] if with_tools else None
 
 
+EARLIER_REASONING = [
+    user("One?"),
+    said("", "I look.", ("weather", {})),
+    result("sun"),
+    said("Sun."),
+]
+BLANK_REASONING = [user("One?"), said("", "\n", ("weather", {})), result("sun"), said("Sun.")]
+
+
 @settings(max_examples=150, deadline=None)
 @given(conversations(), st.sampled_from(sorted(GOLDEN)), st.sampled_from(["all", "last"]))
+@example((EARLIER_REASONING, [WEATHER]), "qwen3-off", "last")
+@example((BLANK_REASONING, [WEATHER]), "qwen3-off", "all")
 def test_supervised_tokens_are_what_the_target_would_generate(chat, name, turns):
     """An oracle of its own: the prompt and the finished chat by apply_chat_template, as a server
     renders them, one turn at a time.

@@ -24,6 +24,7 @@ from draftsmith.serving.ask import GivenUp, Pool, Question, Reply, Settings, con
 from draftsmith.serving.launch import Launched
 from draftsmith.target.load import eos_ids
 from draftsmith.tokenize.rows import render_chat
+from draftsmith.tokenize.template import as_served
 
 HOPELESS = 24  # questions given up in a row, without an answer between them
 FAILURES = "failures.jsonl"
@@ -164,6 +165,13 @@ class _Asking:
     async def _ask(
         self, pool: Pool, chat: Conversation, messages: list[dict[str, Any]], turn: int
     ) -> dict[str, Any] | None:
+        messages = as_served(
+            self.tokenizer,
+            messages,
+            chat.tools,
+            self.cfg.tokenize.template_kwargs,
+            where=chat.where,
+        )
         prompt = self.render(messages, chat.tools, chat.where)
         if len(prompt) >= self.cfg.tokenize.max_length_tokens:
             return None

@@ -50,8 +50,36 @@ def render_prompt(
     refuses.
     """
     check_tools(tokenizer, tools, where)
+    messages = as_served(tokenizer, messages, tools, template_kwargs, where=where)
     text, _ = _render(tokenizer, messages, tools, template_kwargs, where, prompt=True)
     return encode(tokenizer, text)
+
+
+def as_served(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    tools: list[dict] | None,
+    template_kwargs: dict[str, Any],
+    *,
+    where: str,
+    answer: int | None = None,
+) -> list[dict]:
+    """The messages, without any reasoning where the prompt of `answer` (a place; None: the end)
+    closes it before the target can begin one (`enable_thinking: false`): a target that is served so
+    writes none in any turn.
+    """
+    if not any(m.get("reasoning_content") for m in messages):
+        return messages
+    args = (tools, template_kwargs, where)
+    before = messages[:answer]
+    prompt, _ = _render(tokenizer, before, *args, prompt=True)
+    says = {"role": "assistant", "content": "-"}
+    plain, _ = _render(tokenizer, [*before, says], *args, prompt=False)
+    thinks = {**says, "reasoning_content": "-"}
+    text, _ = _render(tokenizer, [*before, thinks], *args, prompt=False)
+    if not plain.startswith(prompt) or text.startswith(prompt):
+        return messages
+    return [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -73,15 +101,14 @@ def text_rows(
     prefix to prompts alone, begins a new row.
     """
     check_tools(tokenizer, tools, where)
+    args = (tools, template_kwargs, where)
+    messages = as_served(
+        tokenizer, messages, *args[:2], where=where, answer=min(answers, default=None)
+    )
     rows: list[TextRow] = []
     for i in answers:
-        args = (tools, template_kwargs, where)
         prompt, _ = _render(tokenizer, messages[:i], *args, prompt=True)
         text, marks = _render(tokenizer, messages[: i + 1], *args, prompt=False)
-        if not text.startswith(prompt) and messages[i].get("reasoning_content"):
-            # The prompt closes the reasoning before the target can begin one: it never writes any.
-            mute = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
-            return text_rows(tokenizer, mute, *args[:2], answers, where=where)
         if not text.startswith(prompt):
             raise _no_prefix(where)
         spans = [(max(a, len(prompt)), b) for a, b in marks if b > len(prompt)]
