@@ -239,7 +239,11 @@ class FeaturesConfig(_Model):
 
 class ExtractConfig(_Model):
     tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
-    """Token budget of one batch, padding included."""
+    """Token budget of one row, padding included."""
+    rows: Auto | Literal["packed", "padded"] = "auto"
+    """packed: samples end to end, no padding; padded: right-padded batches of samples of like length.
+    auto: packed on a GPU for families that are proven packed and whose kernels are installed.
+    """
     codec: Codec = "none"
     """How states are stored: none; lossless: byte planes + zstd, about 70% of the bytes; fp8: e4m3 with
     a scale a token and tap, half the bytes, lossy.

@@ -1,20 +1,16 @@
 """The extract stage: the frozen target reads every sample once; its states at the taps go to the
 feature store.
 
-Hooks on the taps of the text model, which is cut after the last tap; length-bucketed right-padded
-batches without a mask (causal layers never look right, so real tokens are exact; padding is never
-stored). A shard is a whole number of rows of the row plan, so a run that was killed goes on with
-the missing shards and leaves the same bytes.
+The row plan says which samples share a row; target/forward.py runs one. A shard is a whole number
+of rows, so a run that was killed goes on with the missing shards and leaves the same bytes. While
+the target computes a row, the rows before are copied, checked, encoded and written.
 """
 
 import hashlib
-import math
-from collections.abc import Iterator
+from collections import deque
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 import draftsmith.tokenize as tokenize_stage
 from draftsmith import manifest as manifests
@@ -26,21 +22,27 @@ from draftsmith.places import Place
 from draftsmith.store import index, shards
 from draftsmith.store.shards import KIND, SampleFeatures, shard_name
 from draftsmith.store.writer import ShardWriter
+from draftsmith.target.forward import RowStates, StatesForward
 from draftsmith.target.load import (
     TargetInfo,
     check_ids,
-    cut_after,
+    device_of,
     inspect_target,
     load_target,
     load_tokenizer,
-    text_decoder,
     tokenizer_digest,
     unembed,
 )
-from draftsmith.target.rows import plan_rows
-from draftsmith.target.taps import capture, decoder_layers, resolve_taps, stack_taps
+from draftsmith.target.packed import can_pack, has_kernels
+from draftsmith.target.rows import plan_packed_rows, plan_rows
+from draftsmith.target.selftest import self_test
+from draftsmith.target.taps import resolve_taps
 
-PAD_ID = 0  # any row of the embedding: nothing real ever sees it
+ENGINES = {
+    "padded": "transformers, right-padded batches",
+    "packed": "transformers, packed rows",
+}
+AHEAD = 2  # rows that the GPU has been given before the CPU looks at the first one's states
 
 
 def run(cfg: RunConfig) -> StageResult:
@@ -50,17 +52,15 @@ def run(cfg: RunConfig) -> StageResult:
         info = inspect_target(cfg.target)
         taps = resolve_taps(cfg.features, info.num_layers)
         store = places.at(cfg.store)
-        manifest = manifests.begin(store, KIND, _inputs(cfg, info, taps, tokens), remake=False)
+        engine = engine_of(cfg, info, store)
+        inputs = _inputs(cfg, info, taps, tokens, engine)
+        manifest = manifests.begin(store, KIND, inputs, remake=False)
         if manifest["complete"]:
             return StageResult("extract", str(cfg.store), skipped=True, summary=manifest["counts"])
         samples = tokenize_stage.read_samples(cfg, tokens)
         for sample in samples:
             check_ids(max(sample.input_ids), info, f"sample {sample.sample_id}")
-        plan = plan_rows(
-            [len(s.input_ids) for s in samples],
-            tokens_per_batch=cfg.extract.tokens_per_batch,
-            seed=cfg.seed,
-        )
+        plan = plan_of(cfg, [len(s.input_ids) for s in samples], engine)
         planned = plan_shards(
             plan, samples, token_bytes(cfg, info, len(taps)), cfg.extract.shard_bytes
         )
@@ -72,7 +72,7 @@ def run(cfg: RunConfig) -> StageResult:
         report.working(plan.num_tokens, "tokens", done=finished)
         said = shards.about(manifest["inputs"])
         if missing:
-            _extract(cfg, taps, samples, planned, missing, report, store, said)
+            _extract(cfg, engine, taps, samples, planned, missing, report, store, said)
         counts = {
             "samples": len(samples),
             "tokens": plan.num_tokens,
@@ -87,12 +87,42 @@ def finished(cfg: RunConfig) -> dict[str, Any]:
     """The manifest of the complete store for this configuration, or a UserError."""
     info = inspect_target(cfg.target)
     taps = resolve_taps(cfg.features, info.num_layers)
-    inputs = _inputs(cfg, info, taps, tokenize_stage.finished(cfg))
-    return manifests.required(places.at(cfg.store), "extract", inputs)
+    store = places.at(cfg.store)
+    engine = engine_of(cfg, info, store)
+    inputs = _inputs(cfg, info, taps, tokenize_stage.finished(cfg), engine)
+    return manifests.required(store, "extract", inputs)
+
+
+def engine_of(cfg: RunConfig, info: TargetInfo, store: Place) -> str:
+    """How rows are made: as configured; auto: as the store was begun, on whatever machine, else the
+    fastest way that is right here.
+    """
+    if cfg.extract.rows == "packed" and not can_pack(info.model_type):
+        raise UserError(
+            where="extract.rows",
+            found=f"packed, for a target of type {info.model_type}",
+            expected="a family that is proven packed",
+            remedy="Use extract.rows: auto.",
+        )
+    if cfg.extract.rows != "auto":
+        return ENGINES[cfg.extract.rows]
+    begun = manifests.read(store)
+    if begun is not None and begun["inputs"].get("engine") in ENGINES.values():
+        return begun["inputs"]["engine"]
+    gpu = device_of(cfg.target).type == "cuda"
+    if gpu and can_pack(info.model_type) and has_kernels(info.model_type):
+        return ENGINES["packed"]
+    return ENGINES["padded"]
+
+
+def plan_of(cfg: RunConfig, lengths: list[int], engine: str) -> RowPlan:
+    """The row plan of these samples."""
+    plan = plan_packed_rows if engine == ENGINES["packed"] else plan_rows
+    return plan(lengths, tokens_per_batch=cfg.extract.tokens_per_batch, seed=cfg.seed)
 
 
 def _inputs(
-    cfg: RunConfig, info: TargetInfo, taps: list[int], tokens: dict[str, Any]
+    cfg: RunConfig, info: TargetInfo, taps: list[int], tokens: dict[str, Any], engine: str
 ) -> dict[str, Any]:
     tokenizer = load_tokenizer(cfg.target)
     return {
@@ -106,7 +136,7 @@ def _inputs(
         "dtype": cfg.features.dtype,
         "compute_dtype": cfg.target.dtype,
         "codec": cfg.extract.codec,
-        "engine": "transformers, right-padded batches",
+        "engine": engine,
         "tokens_per_batch": cfg.extract.tokens_per_batch,
         "shard_bytes": cfg.extract.shard_bytes,
         "seed": cfg.seed,
@@ -164,6 +194,7 @@ def _check_disk(
 
 def _extract(
     cfg: RunConfig,
+    engine: str,
     taps: list[int],
     samples: list[Sample],
     planned: list,
@@ -172,73 +203,74 @@ def _extract(
     store: Place,
     said: dict[str, str],
 ) -> None:
+    _check_kernels(cfg, engine)
     model = load_target(cfg.target)
     unembed(model)  # a head the drafter cannot share is better refused before the work
-    forward = StatesForward(model, taps, cfg.features.final, getattr(torch, cfg.features.dtype))
-    done = report.state["done"]
+    packed = engine == ENGINES["packed"]
+    forward = StatesForward(
+        model,
+        taps,
+        cfg.features.final,
+        getattr(torch, cfg.features.dtype),
+        row_tokens=cfg.extract.tokens_per_batch if packed else None,
+    )
+    report.event("rows", engine=engine)
+    if packed:
+        report.event("self_test", **self_test(forward, samples))
     with ShardWriter(store, cfg.extract.codec, said, report.event) as writer:
-        for number in missing:
-            out: list[SampleFeatures] = []
-            for row in planned[number]:
-                for features in forward([samples[i] for i in row]):
-                    _check_states(features, taps)
-                    out.append(features)
-                done += sum(len(samples[i].input_ids) for i in row)
-                report.progress(done)
-            writer.put(shard_name(number), out)
+        extract_shards(forward, samples, planned, missing, writer, report)
 
 
-class StatesForward:
-    """The cut target on one row of samples."""
-
-    def __init__(
-        self, model: PreTrainedModel, taps: list[int], final: str, dtype: torch.dtype
-    ) -> None:
-        self.model, self.taps, self.final, self.dtype = model, taps, final, dtype
-        self.decoder: nn.Module = text_decoder(model)
-        self.last = len(decoder_layers(self.decoder, "target.model")) - 1
-        if final == "none":
-            cut_after(self.decoder, taps[-1] + 1)
-
-    @torch.inference_mode()
-    def __call__(self, row: list[Sample]) -> Iterator[SampleFeatures]:
-        """Features of each sample of the row, on the CPU, without padding."""
-        width = max(len(s.input_ids) for s in row)
-        ids = torch.full((len(row), width), PAD_ID)
-        for i, sample in enumerate(row):
-            ids[i, : len(sample.input_ids)] = torch.tensor(sample.input_ids)
-        layers = self.taps + ([self.last] if self.final == "state" else [])
-        with capture(self.decoder, layers) as seen:
-            out = self.decoder(input_ids=ids.to(self.model.device), use_cache=False)
-        hidden = stack_taps(seen, self.taps).to("cpu", self.dtype)
-        extra = self._extra(seen, out.last_hidden_state)
-        for i, sample in enumerate(row):
-            n = len(sample.input_ids)
-            yield SampleFeatures(
-                sample, hidden[i, :n].clone(), {name: t[i, :n].clone() for name, t in extra.items()}
-            )
-
-    def _extra(self, seen: dict[int, Tensor], normed: Tensor) -> dict[str, Tensor]:
-        if self.final == "state":
-            return {"final": seen[self.last].to("cpu", self.dtype)}
-        if self.final == "argmax":
-            head = self.model.get_output_embeddings()
-            assert head is not None, "a causal LM has output embeddings"
-            rows = [
-                head(row).argmax(-1) for row in normed
-            ]  # a row at a time: logits are vocabulary-wide
-            return {"argmax": torch.stack(rows).to("cpu", torch.int32)}
-        return {}
+def _check_kernels(cfg: RunConfig, engine: str) -> None:
+    """Without fla a GPU runs a hybrid's recurrence in plain torch: right, and several times slower."""
+    info = inspect_target(cfg.target)
+    if device_of(cfg.target).type != "cuda" or has_kernels(info.model_type):
+        return
+    install = "pip install fla-core"
+    if engine == ENGINES["packed"]:
+        raise UserError(
+            where="extract.rows",
+            found=f"packed rows of {info.model_type} on a GPU, and no flash-linear-attention",
+            expected="its kernels, which reset states inside a row",
+            remedy=f"{install}, or extract.rows: padded in a new store.",
+        )
+    print(
+        f"extract: flash-linear-attention is not installed: {info.model_type} runs in right-padded "
+        f"batches with Transformers' own recurrence, right but several times slower ({install})",
+        flush=True,
+    )
 
 
-def _check_states(features: SampleFeatures, taps: list[int]) -> None:
-    """NaN, infinite or all-zero states train a drafter that is never accepted: stop and name them."""
-    peaks = features.hidden.float().abs().amax(dim=(0, 2)).tolist()
-    for tap, peak in zip(taps, peaks, strict=True):
-        if peak == 0 or not math.isfinite(peak):
-            raise UserError(
-                where=f"sample {features.sample.sample_id}, tap {tap}",
-                found="all-zero states" if peak == 0 else "states that are NaN or infinite",
-                expected="finite, non-zero states",
-                remedy="Check the weights and target.dtype.",
-            )
+def extract_shards(
+    forward: StatesForward,
+    samples: list[Sample],
+    planned: list[list[list[int]]],
+    missing: list[int],
+    writer: ShardWriter,
+    report: StageReport,
+) -> None:
+    """Run the rows of the missing shards and hand each shard to the writer. AHEAD rows are always
+    under way, so that a GPU never waits for the CPU's checks.
+    """
+    done = report.state["done"]
+    underway: deque[tuple[int, bool, RowStates]] = deque()
+    shard: list[SampleFeatures] = []
+
+    def take() -> None:
+        nonlocal done, shard
+        number, last, states = underway.popleft()
+        shard += states.features()
+        done += sum(len(s.input_ids) for s in states.samples)
+        report.progress(done)
+        if last:
+            writer.put(shard_name(number), shard)
+            shard = []
+
+    for number in missing:
+        for row in planned[number]:
+            states = forward([samples[i] for i in row])
+            underway.append((number, row is planned[number][-1], states))
+            if len(underway) > AHEAD:
+                take()
+    while underway:
+        take()

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from draftsmith.config import FeaturesConfig
 from draftsmith.core import Sample, UserError
-from draftsmith.extract import StatesForward, _check_states, plan_shards
+from draftsmith.extract import plan_shards
+from draftsmith.target.forward import RowStates, StatesForward
 from draftsmith.store.shards import SampleFeatures
 from draftsmith.target.load import eos_ids, inspect_target, load_target, text_decoder
 from draftsmith.target.rows import plan_rows
@@ -64,7 +65,7 @@ def test_extracted_states_equal_each_samples_own_forward(family):
         )
     for final in ("argmax", "none"):
         forward = StatesForward(model, taps, final, torch.float32)
-        for features in forward(samples):
+        for features in forward(samples).features():
             hidden, argmax = want[features.sample.sample_id]
             torch.testing.assert_close(features.hidden, hidden, rtol=0, atol=1e-4)
             if final == "argmax":
@@ -78,10 +79,15 @@ def test_extracted_states_equal_each_samples_own_forward(family):
 def test_final_state_is_before_the_final_norm():
     model = build("qwen3_5")
     sample = Sample(0, random_ids(20), [1] * 20)
-    features = next(StatesForward(model, [1], "state", torch.float32)([sample]))
+    (features,) = StatesForward(model, [1], "state", torch.float32)([sample]).features()
     normed = model.model.norm(features.extra["final"])
     want = model(torch.tensor([sample.input_ids]), output_hidden_states=True).hidden_states[-1][0]
     torch.testing.assert_close(normed, want, rtol=0, atol=1e-4)
+
+
+def _row_of(sample: Sample, hidden: torch.Tensor) -> RowStates:
+    host = {"hidden": hidden, "peaks": torch.linalg.vector_norm(hidden, float("inf"), dim=-1)}
+    return RowStates([sample], [(0, len(hidden))], host, [3, 5], None)
 
 
 def test_zero_and_nan_states_stop_and_are_named():
@@ -90,7 +96,7 @@ def test_zero_and_nan_states_stop_and_are_named():
         hidden = torch.ones(2, 2, 4)
         hidden[:, 1] = bad
         with pytest.raises(UserError, match="sample 17, tap 5") as error:
-            _check_states(SampleFeatures(sample, hidden, {}), [3, 5])
+            _row_of(sample, hidden).features()
         assert words in str(error.value)
 
 

@@ -12,6 +12,7 @@ Shapes: T tokens of the row, S samples, D channels, H heads, K/V head dims.
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from draftsmith.decode.gdn import is_gdn
+from draftsmith.target.fused import fused
 
 ATTENTION = "draftsmith_packed"
 CHUNK, CONV = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
-ATTENTION_ONLY = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
-"""Families without recurrent layers that are proven packed; other ones run bucketed."""
+GDN_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
+ATTENTION_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
+"""`model_type`s that are proven packed (tests/unit/test_packed.py); other ones run right-padded."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,14 @@ class PackedRow:
 def pack(
     samples: list[list[int]], *, pad_to: int = 0, device: torch.device | str = "cpu"
 ) -> PackedRow:
-    """Lay samples end to end. With `pad_to`, one more sample of zeros fills the row, so that every
-    row has the same shape and nothing is compiled or tuned twice.
+    """Lay samples end to end. With `pad_to`, one more sample of zeros fills the row (a longer one up
+    to a quarter of it more), so that rows have few shapes and little is compiled or tuned twice.
     """
     rows = [*samples]
     held = sum(len(sample) for sample in samples)
+    if held > pad_to > 0:
+        step = max(1, pad_to // 4)
+        pad_to = -(-held // step) * step
     if held < pad_to:
         rows.append([0] * (pad_to - held))
     bounds = [0]
@@ -67,10 +72,14 @@ def pack(
     )
 
 
-def can_pack(decoder: nn.Module) -> bool:
+def can_pack(model_type: str) -> bool:
     """Whether rows of this family may be packed: proven in tests/unit/test_packed.py."""
-    config: Any = decoder.config
-    return is_gdn(decoder) or config.model_type in ATTENTION_ONLY
+    return model_type in GDN_FAMILIES + ATTENTION_FAMILIES
+
+
+def has_kernels(model_type: str) -> bool:
+    """Whether the kernels that pack this family on a GPU are installed: fla's, for GDN layers."""
+    return model_type not in GDN_FAMILIES or importlib.util.find_spec("fla") is not None
 
 
 @contextlib.contextmanager
@@ -89,7 +98,8 @@ def packed(model: PreTrainedModel, decoder: nn.Module, row: PackedRow) -> Iterat
         for name in names:
             setattr(module, name, own[name])
         model.set_attn_implementation(ATTENTION)
-        yield
+        with fused(decoder) if gpu else contextlib.nullcontext():
+            yield
     finally:
         _rows.pop()
         model.set_attn_implementation(before)
