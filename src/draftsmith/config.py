@@ -49,7 +49,7 @@ class TargetConfig(_Model):
     """Compute dtype of the target."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU when there is one."""
-    gpus_per_replica: Literal[1] = 1
+    gpus_per_replica: Annotated[int, Field(ge=1)] = 1
     """GPUs that hold one copy of the target."""
 
 
@@ -243,6 +243,10 @@ class ExtractConfig(_Model):
     rows: Auto | Literal["packed", "padded"] = "auto"
     """packed: samples end to end, no padding; padded: right-padded batches of samples of like length.
     auto: packed on a GPU for families that are proven packed and whose kernels are installed.
+    """
+    workers: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """Processes, each with a copy of the target; auto: one for every `target.gpus_per_replica` GPUs, and
+    one on a CPU.
     """
     codec: Codec = "none"
     """How states are stored: none; lossless: byte planes + zstd, about 70% of the bytes; fp8: e4m3 with

@@ -10,7 +10,6 @@ from draftsmith.config import FeaturesConfig
 from draftsmith.core import Sample, UserError
 from draftsmith.extract import plan_shards
 from draftsmith.target.forward import RowStates, StatesForward
-from draftsmith.store.shards import SampleFeatures
 from draftsmith.target.load import eos_ids, inspect_target, load_target, text_decoder
 from draftsmith.target.rows import plan_rows
 from draftsmith.target.taps import auto_taps, resolve_taps
@@ -41,8 +40,7 @@ def test_row_plan(lengths, budget, seed):
         assert lengths[row[0]] == longest
     assert plan.padded_tokens >= plan.num_tokens == sum(lengths)
     assert plan == plan_rows(lengths, tokens_per_batch=budget, seed=seed), "a pure function"
-    samples = [Sample(i, [0] * n, [1] * n) for i, n in enumerate(lengths)]
-    shards = plan_shards(plan, samples, bytes_per_token=10, shard_bytes=1000)
+    shards = plan_shards(plan, lengths, bytes_per_token=10, shard_bytes=1000)
     assert [row for shard in shards for row in shard] == plan.rows
     for shard in shards[:-1]:
         assert sum(lengths[i] for row in shard for i in row) * 10 >= 1000

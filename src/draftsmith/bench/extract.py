@@ -28,10 +28,11 @@ from draftsmith import places
 from draftsmith.bench.models import BUILT_IN, config_of, random_target
 from draftsmith.config import Codec
 from draftsmith.core import Sample, UserError
-from draftsmith.extract import AHEAD, ENGINES, plan_shards
-from draftsmith.store.shards import KIND, shard_name
+from draftsmith.extract import plan_shards
+from draftsmith.extract.worker import AHEAD, run_shards
+from draftsmith.store.shards import KIND, SampleFeatures
 from draftsmith.store.writer import ShardWriter
-from draftsmith.target.forward import RowStates, StatesForward
+from draftsmith.target.forward import StatesForward
 from draftsmith.target.packed import can_pack, has_kernels
 from draftsmith.target.rows import plan_packed_rows, plan_rows
 from draftsmith.target.selftest import self_test
@@ -93,7 +94,7 @@ def run(
         torch.cuda.reset_peak_memory_stats()
     ceilings, _ = [_time(products, device) for _ in range(2)], _wait(device)
     token_bytes = len(taps) * config.hidden_size * dtype.itemsize
-    shards = plan_shards(plan, samples, token_bytes, shard_bytes)
+    shards = plan_shards(plan, [len(s.input_ids) for s in samples], token_bytes, shard_bytes)
     whole, waited = _write(forward, samples, shards, codec, folder)
     row_s = []
     for _ in range(REPEATS):
@@ -168,8 +169,9 @@ def _write(
     waited for the writer.
     """
     room = shutil.disk_usage(folder).free
-    need = sum(len(samples[i].input_ids) for s in shards for row in s for i in row)
-    need *= len(forward.taps) * forward.decoder.config.hidden_size * forward.dtype.itemsize
+    hidden = forward.model.config.get_text_config().hidden_size
+    tokens = sum(len(samples[i].input_ids) for rows in shards for row in rows for i in row)
+    need = tokens * len(forward.taps) * hidden * forward.dtype.itemsize
     if need > room:
         raise UserError(
             where="--folder",
@@ -177,26 +179,24 @@ def _write(
             expected=f"{need / 1e9:.1f} GB",
             remedy="Use fewer --num-rows or another --folder.",
         )
+    loaded = ((n, [[samples[i] for i in row] for row in rows]) for n, rows in enumerate(shards))
     with tempfile.TemporaryDirectory(prefix="bench-extract-", dir=folder) as scratch:
         said = {"kind": KIND, "inputs": "bench"}
-        begun, waited = time.monotonic(), 0.0
-        with ShardWriter(places.at(scratch), codec, said, lambda *a, **k: None) as writer:
-            underway: list[tuple[int, bool, RowStates]] = []
-            held = []
-            order = [(n, row, row is shard[-1]) for n, shard in enumerate(shards) for row in shard]
-            for step in range(len(order) + AHEAD):
-                if step < len(order):
-                    number, row, last = order[step]
-                    underway.append((number, last, forward([samples[i] for i in row])))
-                if step >= AHEAD or step >= len(order):
-                    number, last, states = underway.pop(0)
-                    held += states.features()
-                    if last:
-                        at = time.monotonic()
-                        writer.put(shard_name(number), held)
-                        waited += time.monotonic() - at
-                        held = []
-        return time.monotonic() - begun, waited
+        begun = time.monotonic()
+        with _TimedWriter(places.at(scratch), codec, said, lambda *a, **k: None) as writer:
+            run_shards(forward, loaded, writer, lambda said: None)
+        return time.monotonic() - begun, writer.waited_s
+
+
+class _TimedWriter(ShardWriter):
+    """One that knows how long it was waited for."""
+
+    waited_s = 0.0
+
+    def put(self, name: str, samples: list[SampleFeatures]) -> None:
+        begun = time.monotonic()
+        super().put(name, samples)
+        self.waited_s += time.monotonic() - begun
 
 
 def _products(forward: StatesForward, row: list[Sample]) -> Callable[[], None]:
@@ -252,7 +252,7 @@ def _profile(forward: StatesForward, rows: list[list[Sample]]) -> dict[str, Any]
         for states in underway:
             states.features()
         torch.cuda.synchronize()
-    kernels = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in seen.events() or [] if str(e.device_type).endswith("CUDA")]
     times: dict[str, float] = defaultdict(float)
     names: dict[str, float] = defaultdict(float)
     spans = []

@@ -1,13 +1,14 @@
 """The extract stage: the frozen target reads every sample once; its states at the taps go to the
 feature store.
 
-The row plan says which samples share a row; target/forward.py runs one. A shard is a whole number
-of rows, so a run that was killed goes on with the missing shards and leaves the same bytes. While
-the target computes a row, the rows before are copied, checked, encoded and written.
+The row plan says which samples share a row; target/forward.py runs one; worker.py makes shards. A
+shard is a whole number of rows, so a run that was killed goes on with the missing shards and leaves
+the same bytes.
 """
 
 import hashlib
-from collections import deque
+import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,33 +17,26 @@ import draftsmith.tokenize as tokenize_stage
 from draftsmith import manifest as manifests
 from draftsmith import places
 from draftsmith.config import RunConfig
-from draftsmith.core import RowPlan, Sample, StageResult, UserError
+from draftsmith.core import RowPlan, StageResult, UserError
+from draftsmith.engines.local import run_tasks
+from draftsmith.extract.worker import ENGINES, Rows, work
 from draftsmith.monitor.state import StageReport, stage_report
 from draftsmith.places import Place
 from draftsmith.store import index, shards
-from draftsmith.store.shards import KIND, SampleFeatures, shard_name
-from draftsmith.store.writer import ShardWriter
-from draftsmith.target.forward import RowStates, StatesForward
+from draftsmith.store.shards import KIND, shard_name
 from draftsmith.target.load import (
     TargetInfo,
-    check_ids,
     device_of,
     inspect_target,
-    load_target,
     load_tokenizer,
     tokenizer_digest,
-    unembed,
 )
 from draftsmith.target.packed import can_pack, has_kernels
 from draftsmith.target.rows import plan_packed_rows, plan_rows
-from draftsmith.target.selftest import self_test
 from draftsmith.target.taps import resolve_taps
+from draftsmith.tokenize.samples import Samples
 
-ENGINES = {
-    "padded": "transformers, right-padded batches",
-    "packed": "transformers, packed rows",
-}
-AHEAD = 2  # rows that the GPU has been given before the CPU looks at the first one's states
+PROBES = 8  # samples of the self-test
 
 
 def run(cfg: RunConfig) -> StageResult:
@@ -58,21 +52,21 @@ def run(cfg: RunConfig) -> StageResult:
         if manifest["complete"]:
             return StageResult("extract", str(cfg.store), skipped=True, summary=manifest["counts"])
         samples = tokenize_stage.read_samples(cfg, tokens)
-        for sample in samples:
-            check_ids(max(sample.input_ids), info, f"sample {sample.sample_id}")
-        plan = plan_of(cfg, [len(s.input_ids) for s in samples], engine)
+        samples.check_vocabulary(info.vocab_size)
+        lengths = samples.lengths
+        plan = plan_of(cfg, lengths, engine)
         planned = plan_shards(
-            plan, samples, token_bytes(cfg, info, len(taps)), cfg.extract.shard_bytes
+            plan, lengths, token_bytes(cfg, info, len(taps)), cfg.extract.shard_bytes
         )
         names = [shard_name(i) for i in range(len(planned))]
         there = store.sizes(names)
         missing = [i for i, name in enumerate(names) if name not in there]
-        _check_disk(cfg, info, taps, planned, samples, missing, store)
-        finished = plan.num_tokens - sum(_num_tokens(planned[i], samples) for i in missing)
-        report.working(plan.num_tokens, "tokens", done=finished)
+        to_come = sum(_num_tokens(planned[i], lengths) for i in missing)
+        _check_disk(cfg, to_come * token_bytes(cfg, info, len(taps)), store)
+        report.working(plan.num_tokens, "tokens", done=plan.num_tokens - to_come)
         said = shards.about(manifest["inputs"])
         if missing:
-            _extract(cfg, engine, taps, samples, planned, missing, report, store, said)
+            _extract(cfg, engine, taps, samples, planned, missing, report, said)
         counts = {
             "samples": len(samples),
             "tokens": plan.num_tokens,
@@ -152,7 +146,7 @@ def token_bytes(cfg: RunConfig, info: TargetInfo, num_taps: int) -> int:
 
 
 def plan_shards(
-    plan: RowPlan, samples: list[Sample], bytes_per_token: int, shard_bytes: int
+    plan: RowPlan, lengths: list[int], bytes_per_token: int, shard_bytes: int
 ) -> list[list[list[int]]]:
     """Group the plan's rows into shards: closed once they hold `shard_bytes`."""
     planned: list[list[list[int]]] = [[]]
@@ -162,26 +156,15 @@ def plan_shards(
             planned.append([])
             size = 0
         planned[-1].append(row)
-        size += sum(len(samples[i].input_ids) for i in row) * bytes_per_token
+        size += sum(lengths[i] for i in row) * bytes_per_token
     return planned
 
 
-def _num_tokens(shard: list[list[int]], samples: list[Sample]) -> int:
-    return sum(len(samples[i].input_ids) for row in shard for i in row)
+def _num_tokens(shard: list[list[int]], lengths: list[int]) -> int:
+    return sum(lengths[i] for row in shard for i in row)
 
 
-def _check_disk(
-    cfg: RunConfig,
-    info: TargetInfo,
-    taps: list[int],
-    planned: list,
-    samples: list[Sample],
-    missing: list[int],
-    store: Place,
-) -> None:
-    need = sum(_num_tokens(planned[i], samples) for i in missing) * token_bytes(
-        cfg, info, len(taps)
-    )
+def _check_disk(cfg: RunConfig, need: int, store: Place) -> None:
     free = store.free_bytes()
     if free is not None and need > free:
         raise UserError(
@@ -196,81 +179,60 @@ def _extract(
     cfg: RunConfig,
     engine: str,
     taps: list[int],
-    samples: list[Sample],
-    planned: list,
-    missing: list[int],
-    report: StageReport,
-    store: Place,
-    said: dict[str, str],
-) -> None:
-    _check_kernels(cfg, engine)
-    model = load_target(cfg.target)
-    unembed(model)  # a head the drafter cannot share is better refused before the work
-    packed = engine == ENGINES["packed"]
-    forward = StatesForward(
-        model,
-        taps,
-        cfg.features.final,
-        getattr(torch, cfg.features.dtype),
-        row_tokens=cfg.extract.tokens_per_batch if packed else None,
-    )
-    report.event("rows", engine=engine)
-    if packed:
-        report.event("self_test", **self_test(forward, samples))
-    with ShardWriter(store, cfg.extract.codec, said, report.event) as writer:
-        extract_shards(forward, samples, planned, missing, writer, report)
-
-
-def _check_kernels(cfg: RunConfig, engine: str) -> None:
-    """Without fla a GPU runs a hybrid's recurrence in plain torch: right, and several times slower."""
-    info = inspect_target(cfg.target)
-    if device_of(cfg.target).type != "cuda" or has_kernels(info.model_type):
-        return
-    install = "pip install fla-core"
-    if engine == ENGINES["packed"]:
-        raise UserError(
-            where="extract.rows",
-            found=f"packed rows of {info.model_type} on a GPU, and no flash-linear-attention",
-            expected="its kernels, which reset states inside a row",
-            remedy=f"{install}, or extract.rows: padded in a new store.",
-        )
-    print(
-        f"extract: flash-linear-attention is not installed: {info.model_type} runs in right-padded "
-        f"batches with Transformers' own recurrence, right but several times slower ({install})",
-        flush=True,
-    )
-
-
-def extract_shards(
-    forward: StatesForward,
-    samples: list[Sample],
+    samples: Samples,
     planned: list[list[list[int]]],
     missing: list[int],
-    writer: ShardWriter,
     report: StageReport,
+    said: dict[str, str],
 ) -> None:
-    """Run the rows of the missing shards and hand each shard to the writer. AHEAD rows are always
-    under way, so that a GPU never waits for the CPU's checks.
-    """
+    """One worker for each replica of the target; a single one is this process."""
+    report.event("rows", engine=engine)
     done = report.state["done"]
-    underway: deque[tuple[int, bool, RowStates]] = deque()
-    shard: list[SampleFeatures] = []
 
-    def take() -> None:
-        nonlocal done, shard
-        number, last, states = underway.popleft()
-        shard += states.features()
-        done += sum(len(s.input_ids) for s in states.samples)
+    ran: dict[int, int] = {}  # tokens of each shard so far
+
+    def told(message: tuple[int, int] | dict[str, Any]) -> None:
+        nonlocal done
+        if isinstance(message, dict):
+            report.event(**message)
+            return
+        number, tokens = message
+        ran[number] = ran.get(number, 0) + tokens
+        done += tokens
         report.progress(done)
-        if last:
-            writer.put(shard_name(number), shard)
-            shard = []
 
-    for number in missing:
-        for row in planned[number]:
-            states = forward([samples[i] for i in row])
-            underway.append((number, row is planned[number][-1], states))
-            if len(underway) > AHEAD:
-                take()
-    while underway:
-        take()
+    def lost(said: str, numbers: list[int]) -> None:
+        nonlocal done
+        done -= sum(ran.pop(number, 0) for number in numbers)
+        report.event("worker_lost", said=said, shards=numbers)
+        print(f"extract: {said}; its shards are done again by another", flush=True)
+
+    def load(number: int) -> Rows:
+        return [[samples[i] for i in row] for row in planned[number]]
+
+    gpus = _gpus(cfg)
+    run_worker = partial(work, cfg, engine, taps, samples[:PROBES], said)
+    if len(gpus) == 1:
+        tasks = ((number, load(number)) for number in missing)
+        run_worker(tasks, told, lambda number: None)
+        return
+    run_tasks(run_worker, missing, load=load, gpus=gpus, on_message=told, on_loss=lost)
+
+
+def _gpus(cfg: RunConfig) -> list[str] | list[None]:
+    """The GPUs of each worker, as CUDA_VISIBLE_DEVICES names them."""
+    if device_of(cfg.target).type == "cpu":
+        return [None] * (1 if cfg.extract.workers == "auto" else cfg.extract.workers)
+    count, each = torch.cuda.device_count(), cfg.target.gpus_per_replica
+    most = count // each
+    if most == 0:
+        raise UserError(
+            where="target.gpus_per_replica",
+            found=f"{each}, and {count} GPUs here",
+            expected="no more than there are",
+            remedy="Lower it, or use a larger machine.",
+        )
+    workers = most if cfg.extract.workers == "auto" else min(most, cfg.extract.workers)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = named if len(named) == count else [str(i) for i in range(count)]
+    return [",".join(names[i * each : (i + 1) * each]) for i in range(workers)]
