@@ -97,7 +97,7 @@ def _check_kernels(cfg: RunConfig, engine: str) -> None:
     info = inspect_target(cfg.target)
     if device_of(cfg.target).type != "cuda" or has_kernels(info.model_type):
         return
-    install = "pip install fla-core"
+    install = "pip install 'draftsmith[gpu]'"
     if engine == ENGINES["packed"]:
         raise UserError(
             where="extract.rows",

@@ -104,6 +104,7 @@ class StatesForward:
                 normed, spans = self._padded(row)
             else:
                 normed, spans = self._packed(row, row_tokens)
+        seen = {layer: states.to(self.model.device) for layer, states in seen.items()}
         states = stack_taps(seen, self.taps).flatten(0, 1).to(self.dtype)
         parts = {"hidden": states, "peaks": torch.linalg.vector_norm(states, math.inf, dim=-1)}
         if self.final == "state":

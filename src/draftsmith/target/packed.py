@@ -173,7 +173,7 @@ def _varlen(
         k_THd, v_THd = (x.repeat_interleave(groups, 1) for x in (k_THd, v_THd))
     if scaling is not None:
         options["scale"] = scaling
-    cu, longest = row.cu_seqlens, row.max_length
+    cu, longest = row.cu_seqlens.to(q_THd.device), row.max_length
     out = varlen_attn(q_THd, k_THd, v_THd, cu, cu, longest, longest, **options)
     return out[0] if isinstance(out, tuple) else out
 
@@ -239,7 +239,7 @@ def _fla_rule(row: PackedRow) -> Callable[..., tuple[Tensor, None]]:
             g=g,
             beta=beta,
             use_qk_l2norm_in_kernel=kwargs.get("use_qk_l2norm_in_kernel", False),
-            cu_seqlens=row.cu_seqlens,
+            cu_seqlens=row.cu_seqlens.to(q.device),  # layers may be on several GPUs
             **options,
         )
         return out, None
@@ -258,8 +258,9 @@ def _fla_conv(row: PackedRow) -> Callable[..., Tensor]:
         **_: Any,
     ) -> Tensor:
         x_BTD = x.transpose(1, 2).contiguous()
+        bounds = row.cu_seqlens.to(x.device)
         y, _state = causal_conv1d(
-            x_BTD, weight=weight, bias=bias, activation=activation, cu_seqlens=row.cu_seqlens
+            x_BTD, weight=weight, bias=bias, activation=activation, cu_seqlens=bounds
         )
         return y.transpose(1, 2)
 
