@@ -175,9 +175,35 @@ def _add_bench(commands: Any) -> None:
     store.add_argument("--taps", type=_count, default=5, help="of synthetic states")
     store.add_argument("--states", type=Path, metavar="SHARD", help="real states, codec none")
     store.add_argument("--json", action="store_true")
+    extract = kinds.add_parser(
+        "extract", help="a random target's features, beside its products alone"
+    )
+    extract.add_argument(
+        "--model", default="qwen3.6-27b", help="built in, config.json, folder or id"
+    )
+    extract.add_argument("--taps", type=_count, nargs="*", help="0-based; default: auto")
+    extract.add_argument("--median", type=_count, default=400, help="tokens of a sample")
+    extract.add_argument("--sigma", type=float, default=0.8, help="of the lengths' logarithm")
+    extract.add_argument("--longest", type=_count, default=8192, help="tokens of a sample")
+    extract.add_argument("--row-tokens", type=_count, default=16384)
+    extract.add_argument("--num-rows", type=_count, default=16)
+    extract.add_argument("--rows", choices=["auto", "packed", "padded"], default="auto")
+    extract.add_argument("--codec", choices=["none", "lossless", "fp8"], default="none")
+    extract.add_argument("--folder", type=Path, default=Path(), help="where shards are written")
+    extract.add_argument("--shard-bytes", type=_count, default=1 << 30)
+    extract.add_argument("--memory-gib", type=float, help="cap of the GPU allocator")
+    extract.add_argument("--json", action="store_true")
 
 
 def _bench(known: argparse.Namespace) -> int:
+    if known.bench == "extract":
+        from draftsmith.bench import extract
+
+        options = {
+            k: v for k, v in vars(known).items() if k not in ("command", "bench", "json", "help")
+        }
+        extract.run(**options, as_json=known.json)
+        return GOOD
     from draftsmith import bench_store
 
     bench_store.run(

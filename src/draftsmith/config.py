@@ -49,7 +49,7 @@ class TargetConfig(_Model):
     """Compute dtype of the target."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU when there is one."""
-    gpus_per_replica: Literal[1] = 1
+    gpus_per_replica: Annotated[int, Field(ge=1)] = 1
     """GPUs that hold one copy of the target."""
 
 
@@ -239,7 +239,15 @@ class FeaturesConfig(_Model):
 
 class ExtractConfig(_Model):
     tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
-    """Token budget of one batch, padding included."""
+    """Token budget of one row, padding included."""
+    rows: Auto | Literal["packed", "padded"] = "auto"
+    """packed: samples end to end, no padding; padded: right-padded batches of samples of like length.
+    auto: packed on a GPU for families that are proven packed and whose kernels are installed.
+    """
+    workers: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """Processes, each with a copy of the target; auto: one for every `target.gpus_per_replica` GPUs, and
+    one on a CPU.
+    """
     codec: Codec = "none"
     """How states are stored: none; lossless: byte planes + zstd, about 70% of the bytes; fp8: e4m3 with
     a scale a token and tap, half the bytes, lossy.

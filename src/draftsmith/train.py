@@ -11,7 +11,7 @@ import math
 import pickle
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def run(cfg: RunConfig) -> StageResult:
             return StageResult("train", str(out), skipped=True, summary=manifest["counts"])
         samples = tokenize_stage.read_samples(cfg, tokens, "train")
         _check_anchors(samples)
-        source = StoreSource(cfg.store, [sample.sample_id for sample in samples])
+        source = StoreSource(cfg.store, samples.sample_ids)
         steps = plan_steps(cfg.train, source, cfg.seed)
         drafter = first_weights(cfg, shape).to(device_of(cfg.target))
         drafter.share(*frozen_weights(cfg))
@@ -122,7 +122,7 @@ def first_weights(cfg: RunConfig, shape: DrafterShape) -> DFlash:
     return drafter
 
 
-def _check_anchors(samples: list[Sample]) -> None:
+def _check_anchors(samples: Sequence[Sample]) -> None:
     """An anchor needs two supervised tokens in a row: without any there is nothing to learn."""
     for sample in samples:
         mask = sample.loss_mask

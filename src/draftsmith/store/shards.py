@@ -91,6 +91,11 @@ def shard_name(index: int) -> str:
     return f"shard-{index:06d}.safetensors"
 
 
+def shard_number(name: str) -> int:
+    """The index in a shard's file name."""
+    return int(name.removeprefix("shard-").removesuffix(".safetensors"))
+
+
 def about(inputs: dict[str, Any]) -> dict[str, str]:
     """What a shard's header says of the store it belongs to."""
     said = {key: inputs[key] for key in ("target", "taps", "dtype", "codec", "final")}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 from draftsmith.config import Codec
 from draftsmith.places import Place
@@ -20,7 +20,7 @@ class ShardWriter:
         self._thread = ThreadPoolExecutor(1, "shard-writer")
         self._pending: tuple[str, Future[None]] | None = None
 
-    def __enter__(self) -> "ShardWriter":
+    def __enter__(self) -> Self:
         return self
 
     def put(self, name: str, samples: list[SampleFeatures]) -> None:
