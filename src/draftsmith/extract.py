@@ -10,7 +10,7 @@ the missing shards and leaves the same bytes.
 import hashlib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 import draftsmith.tokenize as tokenize_stage
 from draftsmith import manifest as manifests
 from draftsmith import places
-from draftsmith.config import RunConfig
+from draftsmith.config import Codec, RunConfig
 from draftsmith.core import RowPlan, Sample, StageResult, UserError
 from draftsmith.monitor.state import StageReport, stage_report
 from draftsmith.places import Place
+from draftsmith.source import choose_source
 from draftsmith.store import index, shards
 from draftsmith.store.shards import KIND, SampleFeatures, shard_name
 from draftsmith.store.writer import ShardWriter
@@ -40,6 +41,7 @@ from draftsmith.target.load import (
 from draftsmith.target.rows import plan_rows
 from draftsmith.target.taps import capture, decoder_layers, resolve_taps, stack_taps
 
+LOSSLESS_SHARE = 0.70  # of real states, docs/formats.md
 PAD_ID = 0  # any row of the embedding: nothing real ever sees it
 
 
@@ -67,9 +69,9 @@ def run(cfg: RunConfig) -> StageResult:
         names = [shard_name(i) for i in range(len(planned))]
         there = store.sizes(names)
         missing = [i for i, name in enumerate(names) if name not in there]
-        _check_disk(cfg, info, taps, planned, samples, missing, store)
-        finished = plan.num_tokens - sum(_num_tokens(planned[i], samples) for i in missing)
-        report.working(plan.num_tokens, "tokens", done=finished)
+        left = sum(_num_tokens(planned[i], samples) for i in missing)
+        _check_source(cfg, info, taps, left, store, report)
+        report.working(plan.num_tokens, "tokens", done=plan.num_tokens - left)
         said = shards.about(manifest["inputs"])
         if missing:
             _extract(cfg, taps, samples, planned, missing, report, store, said)
@@ -140,25 +142,39 @@ def _num_tokens(shard: list[list[int]], samples: list[Sample]) -> int:
     return sum(len(samples[i].input_ids) for row in shard for i in row)
 
 
-def _check_disk(
+def feature_bytes(cfg: RunConfig, info: TargetInfo, num_taps: int, tokens: int) -> dict[str, int]:
+    """Bytes that so many tokens take in the store, for each codec; lossless by its usual share."""
+    sizes = {}
+    for codec in get_args(Codec):
+        extract = cfg.extract.model_copy(update={"codec": codec})
+        one = token_bytes(cfg.model_copy(update={"extract": extract}), info, num_taps)
+        sizes[codec] = tokens * one
+    states = tokens * num_taps * info.hidden_size * getattr(torch, cfg.features.dtype).itemsize
+    return {**sizes, "lossless": sizes["lossless"] - round((1 - LOSSLESS_SHARE) * states)}
+
+
+def _check_source(
     cfg: RunConfig,
     info: TargetInfo,
     taps: list[int],
-    planned: list,
-    samples: list[Sample],
-    missing: list[int],
+    tokens: int,
     store: Place,
+    report: StageReport,
 ) -> None:
-    need = sum(_num_tokens(planned[i], samples) for i in missing) * token_bytes(
-        cfg, info, len(taps)
-    )
-    free = store.free_bytes()
-    if free is not None and need > free:
+    """Whether the features still to be made go to a store; `auto`'s choice and reason are logged."""
+    sizes = feature_bytes(cfg, info, len(taps), tokens)
+    room = store.free_bytes()
+    choice = choose_source(sizes, cfg.extract.codec, room_bytes=room, place=str(store))
+    if cfg.features.source == "auto":
+        report.event("source", source=choice.source, reason=choice.reason)
+        print(f"features.source auto: {choice.source}, because {choice.reason}", flush=True)
+    if choice.source == "live":
         raise UserError(
-            where=str(cfg.store),
-            found=f"{free / 1e9:.3f} GB free",
-            expected=f"{need / 1e9:.3f} GB for the features",
-            remedy="Use fewer samples or taps, features.dtype: bfloat16, or a larger disk.",
+            where=f"features.source: {cfg.features.source}",
+            found=f"{choice.reason}: this would take the source live, which is not in this version",
+            expected=f"{sizes[cfg.extract.codec] / 1e9:.3f} GB for the features",
+            remedy="Use fewer samples or taps, another extract.codec, a larger disk, or s3:// as "
+            "features.store; `draftsmith plan` shows the numbers.",
         )
 
 
