@@ -68,6 +68,12 @@ def _dispatch(args: list[str]) -> int:
     _add_inspect(commands)
     _add_server_commands(commands)
     _add_bench(commands)
+    export = commands.add_parser(
+        "export-features", help="a feature store as the data folder of `speculators train`"
+    )
+    export.add_argument("store", help="RUN/features, a folder, or s3://bucket/prefix")
+    export.add_argument("out", type=Path, help="a new folder")
+    export.add_argument("--fp8", action="store_true", help="8-bit files, as hs-connectors writes")
     known, rest = parser.parse_known_args(args)
     if known.command == "serve-check":
         _no_more(parser, rest)
@@ -84,6 +90,12 @@ def _dispatch(args: list[str]) -> int:
     if known.command == "status":
         _no_more(parser, rest)
         return _status(known.run, known.json)
+    if known.command == "export-features":
+        _no_more(parser, rest)
+        from draftsmith import export_features
+
+        export_features.run(known.store, known.out, fp8=known.fp8)
+        return GOOD
     if known.command == "plan":
         return _plan(known, rest)
     if known.command == "demo":

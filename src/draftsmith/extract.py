@@ -25,6 +25,7 @@ from draftsmith.monitor.state import StageReport, stage_report
 from draftsmith.places import Place
 from draftsmith.source import choose_source
 from draftsmith.store import index, shards
+from draftsmith.store.foreign import ForeignStates
 from draftsmith.store.shards import KIND, SampleFeatures, shard_name
 from draftsmith.store.writer import ShardWriter
 from draftsmith.target.load import (
@@ -74,7 +75,8 @@ def run(cfg: RunConfig) -> StageResult:
         report.working(plan.num_tokens, "tokens", done=plan.num_tokens - left)
         said = shards.about(manifest["inputs"])
         if missing:
-            _extract(cfg, taps, samples, planned, missing, report, store, said)
+            forward = _forward(cfg, info, taps, samples)
+            _extract(cfg, forward, taps, samples, planned, missing, report, store, said)
         counts = {
             "samples": len(samples),
             "tokens": plan.num_tokens,
@@ -97,6 +99,8 @@ def _inputs(
     cfg: RunConfig, info: TargetInfo, taps: list[int], tokens: dict[str, Any]
 ) -> dict[str, Any]:
     tokenizer = load_tokenizer(cfg.target)
+    files = cfg.extract.files
+    foreign = {} if files is None else {"files": files.model_dump(exclude={"path"})}
     return {
         "target": info.identity(),
         "taps": taps,
@@ -108,7 +112,8 @@ def _inputs(
         "dtype": cfg.features.dtype,
         "compute_dtype": cfg.target.dtype,
         "codec": cfg.extract.codec,
-        "engine": "transformers, right-padded batches",
+        "engine": "another tool's files" if files else "transformers, right-padded batches",
+        **foreign,
         "tokens_per_batch": cfg.extract.tokens_per_batch,
         "shard_bytes": cfg.extract.shard_bytes,
         "seed": cfg.seed,
@@ -178,8 +183,30 @@ def _check_source(
         )
 
 
+def _forward(
+    cfg: RunConfig, info: TargetInfo, taps: list[int], samples: list[Sample]
+) -> "StatesForward | ForeignStates":
+    """What gives a row's states: the cut target, or another tool's files."""
+    dtype = getattr(torch, cfg.features.dtype)
+    if cfg.extract.files is not None:
+        states = ForeignStates(
+            cfg.extract.files,
+            taps,
+            final=cfg.features.final,
+            num_layers=info.num_layers,
+            hidden_size=info.hidden_size,
+            dtype=dtype,
+        )
+        states.check(samples)
+        return states
+    model = load_target(cfg.target)
+    unembed(model)  # a head the drafter cannot share is better refused before the work
+    return StatesForward(model, taps, cfg.features.final, dtype)
+
+
 def _extract(
     cfg: RunConfig,
+    forward: "StatesForward | ForeignStates",
     taps: list[int],
     samples: list[Sample],
     planned: list,
@@ -188,9 +215,6 @@ def _extract(
     store: Place,
     said: dict[str, str],
 ) -> None:
-    model = load_target(cfg.target)
-    unembed(model)  # a head the drafter cannot share is better refused before the work
-    forward = StatesForward(model, taps, cfg.features.final, getattr(torch, cfg.features.dtype))
     done = report.state["done"]
     with ShardWriter(store, cfg.extract.codec, said, report.event) as writer:
         for number in missing:
