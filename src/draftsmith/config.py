@@ -237,7 +237,20 @@ class FeaturesConfig(_Model):
         return store
 
 
+class FilesConfig(_Model):
+    path: str
+    """Folder of *.safetensors: vLLM's shared_storage_path, or DATA/hidden_states of speculators."""
+    layer_ids: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    """The ids that the server was given (eagle_aux_hidden_state_layer_ids), in order: id k is the
+    state after k layers, so tap i is id i + 1 and features.final is id N.
+    """
+    codec: Literal["none", "fp8"] = "none"
+    """fp8: files of hs-connectors' FP8 connector, a scale a token."""
+
+
 class ExtractConfig(_Model):
+    files: FilesConfig | None = None
+    """Take the states from files that vLLM or speculators wrote, in place of running the target."""
     tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
     """Token budget of one row, padding included."""
     rows: Auto | Literal["packed", "padded"] = "auto"
@@ -402,6 +415,12 @@ class RunConfig(_Model):
                 "tokenize.turns: all needs regenerate.servers or regenerate.launch, or "
                 "regenerate.enabled: false; in process only the last answer is regenerated"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _files_hold_no_argmax(self) -> "RunConfig":
+        if self.extract.files is not None and self.features.final == "argmax":
+            raise ValueError("features.final: argmax needs the target; extract.files hold states")
         return self
 
     @property

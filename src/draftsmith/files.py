@@ -51,8 +51,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         with disk_errors(path):
             yield temporary
-            for file in temporary.iterdir():
-                _sync(file)
+            for file in temporary.rglob("*"):
+                if file.is_file():
+                    _sync(file)
             os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -20,6 +20,7 @@ from draftsmith.manifest import differences
 from draftsmith.store.checks import Finding
 from draftsmith.store.codec import decode, encode
 from draftsmith.store.container import Span, tensor_of
+from draftsmith.store.foreign import through_fp8
 from draftsmith.store.reader import StoreReader
 from draftsmith.target.load import inspect_target, load_target, text_decoder
 
@@ -74,7 +75,10 @@ def recompute(
     findings: list[Finding] = []
     for i in chosen:
         stored = reader.read(i, ("hidden",))["hidden"]
-        noisy = through_codec(low.get(i, true[i]).to(dtype), inputs["codec"])
+        noisy = low.get(i, true[i]).to(dtype)
+        if inputs.get("files", {}).get("codec") == "fp8":
+            noisy = through_fp8(noisy)
+        noisy = through_codec(noisy, inputs["codec"])
         rows = [_compare(i, t, c, stored, noisy, true[i]) for c, t in enumerate(taps)]
         compared += rows
         if not all(one.agrees for one in rows):

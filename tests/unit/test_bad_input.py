@@ -261,7 +261,7 @@ def test_too_little_disk_is_seen_before_the_target_is_loaded(tokenized, capsys, 
     usage = shutil.disk_usage(tokenized)
     monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=1000))
     said = refused(capsys, "extract", tokenized)
-    assert "0.000 GB free" in said and "GB for the features" in said
+    assert "1 kB free" in said and "GB for the features" in said
 
 
 def test_a_disk_that_fills_up_leaves_only_whole_shards(tokenized, capsys, tmp_path, monkeypatch):

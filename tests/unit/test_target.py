@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from draftsmith.config import FeaturesConfig
 from draftsmith.core import Sample, UserError
-from draftsmith.extract import plan_shards
+from draftsmith.extract.plan import plan_shards
 from draftsmith.target.forward import RowStates, StatesForward
 from draftsmith.target.load import eos_ids, inspect_target, load_target, text_decoder
 from draftsmith.target.rows import plan_rows

@@ -28,7 +28,7 @@ from draftsmith import places
 from draftsmith.bench.models import BUILT_IN, config_of, random_target
 from draftsmith.config import Codec
 from draftsmith.core import Sample, UserError
-from draftsmith.extract import plan_shards
+from draftsmith.extract.plan import plan_shards
 from draftsmith.extract.worker import AHEAD, run_shards
 from draftsmith.store.shards import KIND, SampleFeatures
 from draftsmith.store.writer import ShardWriter

@@ -17,12 +17,22 @@ import draftsmith.tokenize as tokenize_stage
 from draftsmith import manifest as manifests
 from draftsmith import places
 from draftsmith.config import RunConfig
-from draftsmith.core import RowPlan, StageResult, UserError
+from draftsmith.core import StageResult, UserError
 from draftsmith.engines.local import run_tasks
-from draftsmith.extract.worker import ENGINES, Rows, work
+from draftsmith.extract.plan import (
+    engine_of,
+    feature_bytes,
+    num_tokens,
+    plan_of,
+    plan_shards,
+    token_bytes,
+)
+from draftsmith.extract.worker import Rows, work
 from draftsmith.monitor.state import StageReport, stage_report
 from draftsmith.places import Place
+from draftsmith.source import choose_source
 from draftsmith.store import index, shards
+from draftsmith.store.foreign import ForeignStates
 from draftsmith.store.shards import KIND, shard_name
 from draftsmith.target.load import (
     TargetInfo,
@@ -31,8 +41,6 @@ from draftsmith.target.load import (
     load_tokenizer,
     tokenizer_digest,
 )
-from draftsmith.target.packed import can_pack, has_kernels
-from draftsmith.target.rows import plan_packed_rows, plan_rows
 from draftsmith.target.taps import resolve_taps
 from draftsmith.tokenize.samples import Samples
 
@@ -61,8 +69,8 @@ def run(cfg: RunConfig) -> StageResult:
         names = [shard_name(i) for i in range(len(planned))]
         there = store.sizes(names)
         missing = [i for i, name in enumerate(names) if name not in there]
-        to_come = sum(_num_tokens(planned[i], lengths) for i in missing)
-        _check_disk(cfg, to_come * token_bytes(cfg, info, len(taps)), store)
+        to_come = sum(num_tokens(planned[i], lengths) for i in missing)
+        _check_source(cfg, info, taps, to_come, store, report)
         report.working(plan.num_tokens, "tokens", done=plan.num_tokens - to_come)
         said = shards.about(manifest["inputs"])
         if missing:
@@ -87,38 +95,12 @@ def finished(cfg: RunConfig) -> dict[str, Any]:
     return manifests.required(store, "extract", inputs)
 
 
-def engine_of(cfg: RunConfig, info: TargetInfo, store: Place) -> str:
-    """How rows are made: as configured; auto: as the store was begun, on whatever machine, else the
-    fastest way that is right here.
-    """
-    if cfg.extract.rows == "packed" and not can_pack(info.model_type):
-        raise UserError(
-            where="extract.rows",
-            found=f"packed, for a target of type {info.model_type}",
-            expected="a family that is proven packed",
-            remedy="Use extract.rows: auto.",
-        )
-    if cfg.extract.rows != "auto":
-        return ENGINES[cfg.extract.rows]
-    begun = manifests.read(store)
-    if begun is not None and begun["inputs"].get("engine") in ENGINES.values():
-        return begun["inputs"]["engine"]
-    gpu = device_of(cfg.target).type == "cuda"
-    if gpu and can_pack(info.model_type) and has_kernels(info.model_type):
-        return ENGINES["packed"]
-    return ENGINES["padded"]
-
-
-def plan_of(cfg: RunConfig, lengths: list[int], engine: str) -> RowPlan:
-    """The row plan of these samples."""
-    plan = plan_packed_rows if engine == ENGINES["packed"] else plan_rows
-    return plan(lengths, tokens_per_batch=cfg.extract.tokens_per_batch, seed=cfg.seed)
-
-
 def _inputs(
     cfg: RunConfig, info: TargetInfo, taps: list[int], tokens: dict[str, Any], engine: str
 ) -> dict[str, Any]:
     tokenizer = load_tokenizer(cfg.target)
+    files = cfg.extract.files
+    foreign = {} if files is None else {"files": files.model_dump(exclude={"path"})}
     return {
         "target": info.identity(),
         "taps": taps,
@@ -131,47 +113,35 @@ def _inputs(
         "compute_dtype": cfg.target.dtype,
         "codec": cfg.extract.codec,
         "engine": engine,
+        **foreign,
         "tokens_per_batch": cfg.extract.tokens_per_batch,
         "shard_bytes": cfg.extract.shard_bytes,
         "seed": cfg.seed,
     }
 
 
-def token_bytes(cfg: RunConfig, info: TargetInfo, num_taps: int) -> int:
-    """Bytes that one token takes in the store, before lossless packing."""
-    width = getattr(torch, cfg.features.dtype).itemsize
-    tap = info.hidden_size + 4 if cfg.extract.codec == "fp8" else info.hidden_size * width
-    final = {"none": 0, "argmax": 4, "state": info.hidden_size * width}[cfg.features.final]
-    return num_taps * tap + final + 5
-
-
-def plan_shards(
-    plan: RowPlan, lengths: list[int], bytes_per_token: int, shard_bytes: int
-) -> list[list[list[int]]]:
-    """Group the plan's rows into shards: closed once they hold `shard_bytes`."""
-    planned: list[list[list[int]]] = [[]]
-    size = 0
-    for row in plan.rows:
-        if size >= shard_bytes:
-            planned.append([])
-            size = 0
-        planned[-1].append(row)
-        size += sum(lengths[i] for i in row) * bytes_per_token
-    return planned
-
-
-def _num_tokens(shard: list[list[int]], lengths: list[int]) -> int:
-    return sum(lengths[i] for row in shard for i in row)
-
-
-def _check_disk(cfg: RunConfig, need: int, store: Place) -> None:
-    free = store.free_bytes()
-    if free is not None and need > free:
+def _check_source(
+    cfg: RunConfig,
+    info: TargetInfo,
+    taps: list[int],
+    tokens: int,
+    store: Place,
+    report: StageReport,
+) -> None:
+    """Whether the features still to be made go to a store; `auto`'s choice and reason are logged."""
+    sizes = feature_bytes(cfg, info, len(taps), tokens)
+    room = store.free_bytes()
+    choice = choose_source(sizes, cfg.extract.codec, room_bytes=room, place=str(store))
+    if cfg.features.source == "auto":
+        report.event("source", source=choice.source, reason=choice.reason)
+        print(f"features.source auto: {choice.source}, because {choice.reason}", flush=True)
+    if choice.source == "live":
         raise UserError(
-            where=str(cfg.store),
-            found=f"{free / 1e9:.3f} GB free",
-            expected=f"{need / 1e9:.3f} GB for the features",
-            remedy="Use fewer samples or taps, features.dtype: bfloat16, or a larger disk.",
+            where=f"features.source: {cfg.features.source}",
+            found=f"{choice.reason}: this would take the source live, which is not in this version",
+            expected=f"{sizes[cfg.extract.codec] / 1e9:.3f} GB for the features",
+            remedy="Use fewer samples or taps, another extract.codec, a larger disk, or s3:// as "
+            "features.store; `draftsmith plan` shows the numbers.",
         )
 
 
@@ -210,6 +180,8 @@ def _extract(
     def load(number: int) -> Rows:
         return [[samples[i] for i in row] for row in planned[number]]
 
+    if cfg.extract.files is not None:
+        ForeignStates.of(cfg, inspect_target(cfg.target), taps).check(samples)
     gpus = _gpus(cfg)
     run_worker = partial(work, cfg, engine, taps, samples[:PROBES], said)
     if len(gpus) == 1:
@@ -221,7 +193,7 @@ def _extract(
 
 def _gpus(cfg: RunConfig) -> list[str] | list[None]:
     """The GPUs of each worker, as CUDA_VISIBLE_DEVICES names them."""
-    if device_of(cfg.target).type == "cpu":
+    if cfg.extract.files is not None or device_of(cfg.target).type == "cpu":
         return [None] * (1 if cfg.extract.workers == "auto" else cfg.extract.workers)
     count, each = torch.cuda.device_count(), cfg.target.gpus_per_replica
     most = count // each

@@ -12,6 +12,8 @@ from draftsmith import places
 from draftsmith.config import RunConfig
 from draftsmith.core import Sample, UserError
 from draftsmith.engines.local import Done, Say
+from draftsmith.extract.plan import ENGINES
+from draftsmith.store.foreign import ForeignStates, ReadRow
 from draftsmith.store.shards import SampleFeatures, shard_name, shard_number
 from draftsmith.store.writer import ShardWriter
 from draftsmith.target.forward import RowStates, StatesForward
@@ -19,13 +21,10 @@ from draftsmith.target.load import device_of, inspect_target, load_target, unemb
 from draftsmith.target.packed import has_kernels
 from draftsmith.target.selftest import self_test
 
-ENGINES = {
-    "padded": "transformers, right-padded batches",
-    "packed": "transformers, packed rows",
-}
 AHEAD = 2  # rows that the GPU has been given before the CPU looks at the first one's states
 
 Rows = list[list[Sample]]
+Forward = StatesForward | ForeignStates
 
 
 def work(
@@ -45,25 +44,32 @@ def work(
         if kind == "shard":
             done(shard_number(fields["name"]))
 
-    _check_kernels(cfg, engine)
-    model = load_target(cfg.target)
-    unembed(model)  # a head the drafter cannot share is better refused before the work
-    packed = engine == ENGINES["packed"]
-    forward = StatesForward(
-        model,
-        taps,
-        cfg.features.final,
-        getattr(torch, cfg.features.dtype),
-        row_tokens=cfg.extract.tokens_per_batch if packed else None,
-    )
-    if packed:
+    if cfg.extract.files is not None:
+        forward: Forward = ForeignStates.of(cfg, inspect_target(cfg.target), taps)
+    else:
+        forward = target_forward(cfg, engine, taps)
+    if isinstance(forward, StatesForward) and forward.row_tokens is not None:
         event("self_test", **self_test(forward, probes))
     with ShardWriter(places.at(cfg.store), cfg.extract.codec, said, event) as writer:
         run_shards(forward, shards_, writer, say)
 
 
+def target_forward(cfg: RunConfig, engine: str, taps: list[int]) -> StatesForward:
+    """The loaded target, cut and ready for rows."""
+    _check_kernels(cfg, engine)
+    model = load_target(cfg.target)
+    unembed(model)  # a head the drafter cannot share is better refused before the work
+    return StatesForward(
+        model,
+        taps,
+        cfg.features.final,
+        getattr(torch, cfg.features.dtype),
+        row_tokens=cfg.extract.tokens_per_batch if engine == ENGINES["packed"] else None,
+    )
+
+
 def run_shards(
-    forward: StatesForward,
+    forward: Forward,
     shards_: Iterable[tuple[int, Rows]],
     writer: ShardWriter,
     say: Callable[[tuple[int, int]], None],
@@ -71,7 +77,7 @@ def run_shards(
     """Run the rows of these shards, hand each to the writer, say (shard, tokens) of each row. AHEAD rows
     are always under way, over the shards' ends too, so that a GPU never waits for the CPU's checks.
     """
-    underway: deque[tuple[int, bool, RowStates]] = deque()
+    underway: deque[tuple[int, bool, RowStates | ReadRow]] = deque()
     features: list[SampleFeatures] = []
 
     def take() -> None:
