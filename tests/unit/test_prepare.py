@@ -274,6 +274,25 @@ def test_caps_and_filters_by_source(tmp_path):
     assert "with match_none" in text and "more than max_chars" in text and "all" in text
 
 
+def test_a_capped_source_is_on_both_sides_of_the_split(tmp_path):
+    rows = [chat(f"question {i}") for i in range(3000)]
+    source = {"path": str(jsonl(tmp_path / "a.jsonl", rows)), "max_samples": 200}
+    found = prepared(tmp_path, source, held_out=0.2)
+    held = sum(row["split"] == "held_out" for row in found)
+    assert len(found) == 200 and 20 < held < 60
+
+
+def test_one_file_as_two_sources_of_different_filters(tmp_path):
+    rows = [chat(f"question {i % 50}", "even" if i % 2 else "odd") for i in range(100)]
+    path = str(jsonl(tmp_path / "a.jsonl", rows))
+    found = prepared(
+        tmp_path,
+        {"path": path, "name": "even", "filters": {"match": "even"}},
+        {"path": path, "name": "odd", "filters": {"match_none": "even"}},
+    )
+    assert Counter(row["source"] for row in found) == {"even": 25, "odd": 25}
+
+
 def test_near_duplicates_go_on_request(tmp_path):
     pytest.importorskip("rensa")
     words = " ".join(f"word{i}" for i in range(80))
