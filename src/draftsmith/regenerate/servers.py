@@ -46,6 +46,11 @@ Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, str], list
 """Messages, tools, place -> the prompt's token ids."""
 
 
+def question_seed(cfg: RunConfig, sample_id: int, turn: int) -> int:
+    """What a question's answer is drawn with: its own, whatever else is asked."""
+    return int(digest([cfg.seed, sample_id, turn])[:8], 16) >> 1
+
+
 class NoAnswers(Exception):
     """So many questions in a row were given up that the servers must be at fault."""
 
@@ -106,6 +111,8 @@ class _Asking:
             timeout_s=asked.timeout_s,
             retries=asked.retries,
             model=self.cfg.target.model,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
         )
         servers = [await connect(url, settings) for url in urls]
         self.report.event("servers", servers=[[s.url, s.kind, s.model] for s in servers])
@@ -181,7 +188,7 @@ class _Asking:
             chat.tools,
             prompt,
             temperature=0.0 if greedy else self.cfg.regenerate.temperature,
-            seed=int(digest([self.cfg.seed, chat.sample_id, turn])[:8], 16) >> 1,
+            seed=question_seed(self.cfg, chat.sample_id, turn),
         )
         reply = await pool.ask(question)
         ids, message = self._both_forms(reply, prompt, messages, chat)
