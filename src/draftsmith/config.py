@@ -15,7 +15,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -138,7 +137,11 @@ class RegenerateConfig(_Model):
     max_new_tokens: Annotated[int, Field(ge=1)] = 2048
     """Longest answer."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Of training answers, through servers; 0: greedy. Held-out answers are always greedy."""
+    """Of training answers, as the target is served; 0: greedy. Held-out answers are always greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sampling keeps the most probable tokens that hold this much."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sampling keeps this many of the most probable tokens; 0: all."""
     concurrency: Annotated[int, Field(ge=1)] = 64
     """Requests at a time to one server."""
     timeout_s: Annotated[float, Field(gt=0)] = 600
@@ -156,17 +159,12 @@ class RegenerateConfig(_Model):
     loop_ngram: Annotated[int, Field(ge=2)] | None = None
     """Cut an answer at its first repeated n-gram of this many tokens; null: never."""
 
-    @field_validator("temperature")
-    @classmethod
-    def _greedy_in_process(cls, temperature: float, info: ValidationInfo) -> float:
-        if temperature and not (info.data.get("servers") or info.data.get("launch")):
-            raise ValueError("0.0: in process the target answers greedily; servers can sample")
-        return temperature
-
     @model_validator(mode="after")
     def _one_way(self) -> "RegenerateConfig":
         if self.servers and self.launch:
             raise ValueError("give regenerate.servers or regenerate.launch, not both")
+        if not self.temperature and (self.top_p, self.top_k) != (1.0, 0):
+            raise ValueError("top_p and top_k need a regenerate.temperature above 0: 0 is greedy")
         return self
 
     @property

@@ -65,7 +65,7 @@ def stored(extracted: Path, tmp_path: Path) -> Path:
         ("features", "taps", [3, 1], ["features.taps", "ascend"]),
         ("features", "source", "live", ["features.source", "'live'", "'store'"]),
         ("features", "store", "gs://bucket/x", ["features.store", "local folder"]),
-        ("regenerate", "temperature", 0.7, ["regenerate.temperature", "0.7", "greedily"]),
+        ("regenerate", "top_p", 0.7, ["regenerate", "temperature above 0"]),
         ("evaluate", "methods", ["chain"], ["evaluate.methods", "must include ar"]),
         ("drafter", "layer_types", ["full_attention"], ["drafter", "1 entries for 2 layers"]),
         ("prepare", "sources", [], ["prepare.sources"]),

@@ -52,13 +52,13 @@ def test_files_of_vllm_are_our_own_states():
     read = states_of(DATA / "vllm")
     read.check(samples())
     for sample in samples():
-        (mine,), (its,) = ours([sample]), read([sample])
+        (mine,), (its,) = ours([sample]).features(), read([sample]).features()
         for a, b in ((mine.hidden, its.hidden), (mine.extra["final"], its.extra["final"])):
             torch.testing.assert_close(a.float(), b.float(), rtol=0.01, atol=0.01)
         shifted = torch.cat([its.hidden[:, 1:], its.extra["final"][:, None]], 1)
         assert (shifted - mine.hidden).norm() > 0.3 * mine.hidden.norm(), "layers must differ"
-    (few,) = states_of(DATA / "vllm", taps=[3], final="none")([samples()[0]])
-    (mine,) = ours([samples()[0]])
+    (few,) = states_of(DATA / "vllm", taps=[3], final="none")([samples()[0]]).features()
+    (mine,) = ours([samples()[0]]).features()
     torch.testing.assert_close(
         few.hidden.float(), mine.hidden[:, 1:2].float(), rtol=0.01, atol=0.01
     )
@@ -70,7 +70,7 @@ def test_files_in_8_bits_are_unpacked_as_their_package_does():
     exact = states_of(DATA / "vllm")
     transfer = FP8Transfer(DATA / "fp8")
     for n, sample in enumerate(samples()):
-        (mine,) = read([sample])
+        (mine,) = read([sample]).features()
         its = transfer.get_generated(
             {"hidden_states_path": DATA / "fp8" / f"cmpl-{n}-0.safetensors"}
         )

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,81 +169,69 @@ def test_a_folder_of_the_datasets_library(tmp_path):
     assert len(found) == 30 and {row["source"] for row in found} == {"set"}
 
 
-# The kinds of damage, each with whether the line is kept.
-DAMAGE = {
-    "broken JSON": lambda i: '{"messages": [{"role": "user", "content": "cut',
-    "missing role": lambda i: json.dumps({"messages": [{"content": f"x {i}"}]}),
-    "empty content": lambda i: json.dumps(chat(f"  {'' * i}")),
-    "wrong type": lambda i: json.dumps(chat(5 + i)),  # type: ignore[arg-type]
-    "lone surrogate": lambda i: json.dumps(chat(f"half \ud83d {i}")),
-    "surrogate in a call": lambda i: json.dumps(
-        {
-            "messages": [
-                {"role": "user", "content": f"s {i}"},
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "\\udc00"}'}}],
-                },
-            ]
-        }
+def called(question: str, arguments: str) -> str:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": None}]
+    return json.dumps({"messages": [messages[0], {**messages[1], "tool_calls": [call]}]})
+
+
+# The kinds of damage: a line of each, and the kind that the list of what was left out names.
+DAMAGE: dict[str, tuple[Callable[[int], str | bytes], set[str]]] = {
+    "broken JSON": (lambda i: '{"messages": [{"role": "user", "content": "cut', {"broken JSON"}),
+    "missing role": (lambda i: json.dumps({"messages": [{"content": f"x {i}"}]}), {"role"}),
+    "empty content": (lambda i: json.dumps(chat("  ")), {"empty content"}),
+    "wrong type": (lambda i: json.dumps(chat(5 + i)), {"content"}),  # type: ignore[arg-type]
+    "lone surrogate": (lambda i: json.dumps(chat(f"half \ud83d {i}")), {"lone surrogate"}),
+    "surrogate in a call": (lambda i: called(f"s {i}", '{"x": "\\udc00"}'), {"lone surrogate"}),
+    "1M characters": (lambda i: json.dumps(chat("long " * 200_000)), {"too long"}),
+    "null": (
+        lambda i: json.dumps({"messages": None, "n": i}) if i % 2 else "null",
+        {"no messages"},
     ),
-    "very long line": lambda i: json.dumps(chat("long " * 200_000)),
-    "null": lambda i: json.dumps({"messages": None, "n": i}) if i % 2 else "null",
-    "null content": lambda i: json.dumps(chat(None)),  # type: ignore[arg-type]
-    "not UTF-8": lambda i: b"\xff\xfe" + str(i).encode(),
+    "null content": (lambda i: json.dumps(chat(None)), {"content"}),  # type: ignore[arg-type]
+    "not UTF-8": (lambda i: b"\xff\xfe" + str(i).encode(), {"encoding"}),
 }
-ODD = {
+ODD: dict[str, Callable[[int], str]] = {
     "an id that an earlier record has": lambda i: json.dumps(chat(f"again {i}", id="same")),
-    "tool calls without ids": lambda i: json.dumps(
-        {
-            "messages": [
-                {"role": "user", "content": f"call {i}"},
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
-                },
-            ]
-        }
-    ),
+    "tool calls without ids": lambda i: called(f"call {i}", "{}"),
 }
 
 
-def test_a_damaged_file_of_50_000_lines(tmp_path):
-    """1% of each kind: every bad line counted and listed, every good one kept, nothing crashed."""
+@pytest.mark.parametrize(
+    "size", [3000, pytest.param(50_000, marks=pytest.mark.slow, id="50000, 0.5 GB")]
+)
+def test_a_damaged_file(tmp_path, size):
+    """1% of each kind: every bad line counted and listed with its reason, every good one kept."""
     kinds = [*DAMAGE, *ODD]
-    lines, wanted_bad, wanted_odd, good = [], [], Counter(), 0
-    long_lines = 0
-    for i in range(50_000):
-        kind = kinds[i % 100] if i % 100 < len(kinds) else None
-        if kind == "very long line" and long_lines >= 40:
-            kind = None  # 1 MB each: 40 of them are enough
-        long_lines += kind == "very long line"
-        line = {**DAMAGE, **ODD}[kind](i) if kind else json.dumps(chat(f"q {i}", id=i))
-        lines.append(line if isinstance(line, bytes) else line.encode())
-        if kind in DAMAGE:
-            wanted_bad.append(f"damaged.jsonl:{i + 1}")
-        else:
-            good += 1
-            wanted_odd[kind] += kind is not None
+    wanted_bad: list[tuple[str, set[str]]] = []
+    wanted_odd: list[tuple[str, str]] = []
+    good = []
     path = tmp_path / "damaged.jsonl"
-    path.write_bytes(b"\n".join(lines))
-    keys = {"bad_lines": "skip", "max_line_bytes": 500_000}
-    kept = prepared(tmp_path, path, **keys)
+    with open(path, "wb") as file:
+        for i in range(size):
+            kind = kinds[i % 100] if i % 100 < len(kinds) else None
+            where = f"damaged.jsonl:{i + 1}"
+            if kind in DAMAGE:
+                make, names = DAMAGE[kind]
+                wanted_bad.append((where, names))
+            else:
+                make = ODD[kind] if kind else lambda i: json.dumps(chat(f"q {i}", id=i))
+                good.append(f"0:{i + 1}")
+                if kind and (kind == "tool calls without ids" or i >= 100):  # of an id, the second
+                    wanted_odd.append((where, kind))
+            line = make(i)
+            file.write((line if isinstance(line, bytes) else line.encode()) + b"\n")
+    kept = prepared(tmp_path, path, bad_lines="skip", max_line_bytes=500_000)
     out = tmp_path / "run/data/conversations"
     listed = [json.loads(line) for line in (out / "left-out.jsonl").read_text().splitlines()]
-    assert [entry["where"] for entry in listed] == wanted_bad
-    assert all(entry["kind"] and entry["found"] and entry["expected"] for entry in listed)
-    assert len(kept) == good
-    odd = Counter(json.loads(line)["kind"] for line in (out / "odd.jsonl").read_text().splitlines())
-    wanted_odd["an id that an earlier record has"] -= 1  # the first of them
-    assert odd == Counter({k: n for k, n in wanted_odd.items() if k})
+    assert [entry["where"] for entry in listed] == [where for where, _ in wanted_bad]
+    for entry, (_, names) in zip(listed, wanted_bad, strict=True):
+        assert entry["kind"] in names and entry["found"] and entry["expected"], entry
+    assert [row["origin"] for row in kept] == good
+    odd = [json.loads(line) for line in (out / "odd.jsonl").read_text().splitlines()]
+    assert [(entry["where"], entry["kind"]) for entry in odd] == wanted_odd
     total = counts(tmp_path)
-    assert (total["read"], total["bad"]) == (50_000, len(wanted_bad))
-    by_kind = Counter(entry["kind"] for entry in listed)
-    assert by_kind["broken JSON"] == 500 and by_kind["too long"] == 40
-    assert by_kind["lone surrogate"] == 1000
+    assert (total["read"], total["bad"]) == (size, len(wanted_bad))
 
 
 def test_one_process_or_several_the_same_bytes(tmp_path):
@@ -272,6 +261,25 @@ def test_caps_and_filters_by_source(tmp_path):
     assert all(int(said(r)[0][1].split()[1]) % 2 == 0 for r in found if r["source"] == "a")
     text = (tmp_path / "run/data/conversations/summary.txt").read_text()
     assert "with match_none" in text and "more than max_chars" in text and "all" in text
+
+
+def test_a_capped_source_is_on_both_sides_of_the_split(tmp_path):
+    rows = [chat(f"question {i}") for i in range(3000)]
+    source = {"path": str(jsonl(tmp_path / "a.jsonl", rows)), "max_samples": 200}
+    found = prepared(tmp_path, source, held_out=0.2)
+    held = sum(row["split"] == "held_out" for row in found)
+    assert len(found) == 200 and 20 < held < 60
+
+
+def test_one_file_as_two_sources_of_different_filters(tmp_path):
+    rows = [chat(f"question {i % 50}", "even" if i % 2 else "odd") for i in range(100)]
+    path = str(jsonl(tmp_path / "a.jsonl", rows))
+    found = prepared(
+        tmp_path,
+        {"path": path, "name": "even", "filters": {"match": "even"}},
+        {"path": path, "name": "odd", "filters": {"match_none": "even"}},
+    )
+    assert Counter(row["source"] for row in found) == {"even": 25, "odd": 25}
 
 
 def test_near_duplicates_go_on_request(tmp_path):

@@ -142,6 +142,28 @@ def test_a_server_answers_as_the_target_does_in_process(server, tmp_path):
     assert main(["tokenize", str(tmp_path / "a" / "config.yaml")]) == 0
 
 
+def test_sampled_in_process_by_each_questions_own_seed(tmp_path):
+    """Held-out answers stay greedy; a batch, or a run that is resumed, draws the same."""
+    rows = {}
+    for name, asked in {
+        "greedy": {},
+        "drawn": {"temperature": 1.0},
+        "again": {"temperature": 1.0, "batch_size": 3, "answers_per_file": 6},
+        "narrow": {"temperature": 1.0, "top_k": 1},
+    }.items():
+        (tmp_path / name).mkdir()
+        settings = {"loop_ngram": None, "max_new_tokens": 12, **asked}
+        path = write_config(tmp_path / name, 24, prepare={"held_out": 0.3}, regenerate=settings)
+        rows[name] = {key: row["answer_ids"] for key, row in made(path).items()}
+    cfg = load(path)
+    kept = tables.read_rows(prepare.folder(cfg), prepare.finished(cfg))
+    held = {row["sample_id"] for row in kept if row["split"] == "held_out"}
+    assert 2 < len(held) < 20
+    differ = {key for key, ids in rows["drawn"].items() if ids != rows["greedy"][key]}
+    assert differ and not {sample for sample, _ in differ} & held
+    assert rows["again"] == rows["drawn"] and rows["narrow"] == rows["greedy"]
+
+
 def test_faults_are_asked_again_and_refusals_are_listed(server, tmp_path):
     kinds = ["429", "500", "503", "drop", "cut", "garbage", "stall"]
     order: dict[str, int] = {}

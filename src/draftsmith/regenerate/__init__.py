@@ -45,13 +45,8 @@ def run(cfg: RunConfig) -> StageResult:
         answer = _by_servers if cfg.regenerate.by_server else _in_process
         names, more = answer(cfg, conversations, tokenizer, out, report)
         entries = {name: _entry(out / name) for name in names}
-        counts: Counter[str] = Counter()
-        for name in names:
-            if name.endswith(".parquet"):
-                counts.update(tables.read_column(out / name, "stop_reason"))
-        manifest = manifests.finish(
-            out, manifest, entries, {"answers": counts.total(), **more, **counts}
-        )
+        counts = {**_counts([out / name for name in names if name.endswith(".parquet")]), **more}
+        manifest = manifests.finish(out, manifest, entries, counts)
         (out / JOURNAL).unlink(missing_ok=True)
     return StageResult("regenerate", str(out), summary=manifest["counts"])
 
@@ -65,6 +60,8 @@ def finished(cfg: RunConfig) -> dict[str, Any]:
 def _inputs(cfg: RunConfig, conversations: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     asked = cfg.regenerate
     names = {"max_new_tokens", "temperature", "loop_ngram", "answers_per_file"}
+    if asked.temperature:
+        names |= {"top_p", "top_k"}
     return {
         "conversations": conversations["digest"],
         "target": inspect_target(cfg.target).identity(),
@@ -76,6 +73,16 @@ def _inputs(cfg: RunConfig, conversations: dict[str, Any], tokenizer: Any) -> di
         "max_length_tokens": cfg.tokenize.max_length_tokens,
         "template_kwargs": cfg.tokenize.template_kwargs,
     }
+
+
+def _counts(files: list[Path]) -> dict[str, int]:
+    """Answers, their tokens, and how many ended for which reason."""
+    ends: Counter[str] = Counter()
+    tokens = 0
+    for path in files:
+        ends.update(tables.read_column(path, "stop_reason"))
+        tokens += sum(map(len, tables.read_column(path, "answer_ids")))
+    return {"answers": ends.total(), "answer_tokens": tokens, **ends}
 
 
 def _entry(path: Path) -> dict[str, Any]:
@@ -112,14 +119,16 @@ def _in_process(
     out: Path,
     report: StageReport,
 ) -> tuple[list[str], dict[str, int]]:
-    prompts, turns, too_long = {}, {}, 0
+    prompts: dict[int, inprocess.Prompt] = {}
+    too_long = 0
     for chat in _conversations(cfg, manifest):
         ids = _prompt(cfg, tokenizer, chat.messages, chat.tools, chat.where)
         if len(ids) < cfg.tokenize.max_length_tokens:
-            prompts[chat.sample_id], turns[chat.sample_id] = ids, chat.turns[-1]
+            held_out = chat.split == "held_out"
+            prompts[chat.sample_id] = inprocess.Prompt(ids, chat.turns[-1], held_out)
         else:
             too_long += 1
-    names = inprocess.answer_all(cfg, tokenizer, prompts, turns, out, report)
+    names = inprocess.answer_all(cfg, tokenizer, prompts, out, report)
     return names, {"too_long": too_long}
 
 

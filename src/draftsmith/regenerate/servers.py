@@ -2,7 +2,8 @@
 
 An answer becomes part of the conversation before the next one is asked for. Where the data's answer
 called tools, their results are replayed: after the target's own calls when there are as many, else
-after the data's answer (the target's is kept for its own turn).
+after the data's answer (the target's is kept for its own turn). Servers of token ids return calls as
+text: they are counted by what the template writes before a call, and stand in the history as text.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from draftsmith.serving.ask import GivenUp, Pool, Question, Reply, Settings, con
 from draftsmith.serving.launch import Launched
 from draftsmith.target.load import eos_ids
 from draftsmith.tokenize.rows import render_chat
-from draftsmith.tokenize.template import as_served
+from draftsmith.tokenize.template import as_served, call_opening
 
 HOPELESS = 24  # questions given up in a row, without an answer between them
 FAILURES = "failures.jsonl"
@@ -44,6 +45,11 @@ class Conversation:
 
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, str], list[int]]
 """Messages, tools, place -> the prompt's token ids."""
+
+
+def question_seed(cfg: RunConfig, sample_id: int, turn: int) -> int:
+    """What a question's answer is drawn with: its own, whatever else is asked."""
+    return int(digest([cfg.seed, sample_id, turn])[:8], 16) >> 1
 
 
 class NoAnswers(Exception):
@@ -106,6 +112,8 @@ class _Asking:
             timeout_s=asked.timeout_s,
             retries=asked.retries,
             model=self.cfg.target.model,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
         )
         servers = [await connect(url, settings) for url in urls]
         self.report.event("servers", servers=[[s.url, s.kind, s.model] for s in servers])
@@ -154,7 +162,10 @@ class _Asking:
                 self.report.progress(len(self.journal), **last)
             if turn != chat.turns[-1]:
                 own = json.loads(self.journal.get(key)["message"])
-                messages[turn] = _in_history(messages[turn], own)
+                opening = call_opening(
+                    self.tokenizer, chat.tools, self.cfg.tokenize.template_kwargs
+                )
+                messages[turn] = in_history(messages[turn], own, opening)
 
     def _give_up(self, chat: Conversation, turn: int, reason: str) -> None:
         self.journal.fail(chat.sample_id, turn, f"{chat.where}: {reason}")
@@ -181,7 +192,7 @@ class _Asking:
             chat.tools,
             prompt,
             temperature=0.0 if greedy else self.cfg.regenerate.temperature,
-            seed=int(digest([self.cfg.seed, chat.sample_id, turn])[:8], 16) >> 1,
+            seed=question_seed(self.cfg, chat.sample_id, turn),
         )
         reply = await pool.ask(question)
         ids, message = self._both_forms(reply, prompt, messages, chat)
@@ -230,10 +241,12 @@ class _Asking:
         return ids, message
 
 
-def _in_history(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """The answer that the next turn sees."""
+def in_history(given: dict[str, Any], own: dict[str, Any], opening: str | None) -> dict[str, Any]:
+    """The answer that the next turn sees. `opening` is what stands before a call in a text."""
     calls = given.get("tool_calls") or []
     if not calls:
+        return own
+    if opening and (own.get("content") or "").count(opening) == len(calls):
         return own
     if len(own.get("tool_calls") or []) != len(calls):
         return given

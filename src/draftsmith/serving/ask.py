@@ -48,6 +48,8 @@ class Settings:
     timeout_s: float
     retries: int
     model: str  # the name to ask for, where the server does not list one
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
 
 
 class GivenUp(Exception):
@@ -88,6 +90,13 @@ async def connect(url: str, settings: Settings) -> Server:
             model = settings.model if settings.model in names else names[0]
             version = await http.get("/version", timeout=30)
             kind = "vllm" if version.status_code == 200 and "version" in version.text else "chat"
+            if kind == "chat" and settings.top_k:
+                raise UserError(
+                    where="regenerate.top_k",
+                    found=f"{settings.top_k}, and {url}, a server of the plain OpenAI API",
+                    expected="0: that API has no top_k",
+                    remedy="Leave it out, or set it where the server is started.",
+                )
             return Server(url, kind, model, http)
         found = f"a server that answers {models.status_code} to /v1/models"
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
@@ -167,6 +176,7 @@ def _request(server: Server, question: Question, settings: Settings) -> tuple[st
             "temperature": question.temperature,
             "max_new_tokens": settings.max_new_tokens,
             "stop_token_ids": settings.eos,
+            **_drawn(question, settings, all_tokens=-1),
         }
         return "/generate", {"input_ids": question.prompt_ids, "sampling_params": sampling}
     body: dict[str, Any] = {
@@ -174,6 +184,7 @@ def _request(server: Server, question: Question, settings: Settings) -> tuple[st
         "max_tokens": settings.max_new_tokens,
         "temperature": question.temperature,
         "seed": question.seed,
+        **_drawn(question, settings, all_tokens=0 if server.kind == "vllm" else None),
     }
     if server.kind == "vllm":
         more = {"stop_token_ids": settings.eos, "return_token_ids": True}
@@ -184,6 +195,16 @@ def _request(server: Server, question: Question, settings: Settings) -> tuple[st
     if settings.template_kwargs:
         body["chat_template_kwargs"] = settings.template_kwargs
     return "/v1/chat/completions", body
+
+
+def _drawn(question: Question, settings: Settings, *, all_tokens: int | None) -> dict[str, Any]:
+    """The limits of sampling, always sent: a server's own defaults may differ. `all_tokens` is how it
+    calls no top_k; None: it knows none.
+    """
+    if not question.temperature:
+        return {}
+    limits = {"top_p": settings.top_p}
+    return limits if all_tokens is None else {**limits, "top_k": settings.top_k or all_tokens}
 
 
 def _as_sent(message: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Nothing is searched for in the text. An answer is what the chat rendered with it
 prompt rendered without it, less what the template's own generation markers leave out.
 """
 
+import os.path
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +119,32 @@ def text_rows(
         else:
             rows.append(TextRow(text, [turn]))
     return rows
+
+
+def call_opening(
+    tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None, template_kwargs: dict[str, Any]
+) -> str | None:
+    """What the template writes before the name of a called function, or None where it writes no
+    calls: what two calls have more than one.
+    """
+    name = "zqxf"
+    call = {"type": "function", "id": "c0", "function": {"name": name, "arguments": {}}}
+    asked = {"role": "user", "content": "-"}
+    texts = []
+    for calls in ([call], [call, {**call, "id": "c1"}]):
+        says = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            text, _ = _render(
+                tokenizer, [asked, says], tools, template_kwargs, "a call", prompt=False
+            )
+        except UserError:
+            return None
+        texts.append(text.split(name))
+    one, two = texts
+    if len(one) != 2 or len(two) != 3:
+        return None
+    rest = os.path.commonprefix([one[1], two[1]])  # what closes the first call
+    return two[1][len(rest) :].strip() or None
 
 
 def check_tools(tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None, where: str) -> None:
