@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from draftsmith.cli import main
 from draftsmith.config import FilesConfig, TargetConfig
 from draftsmith.core import Sample, UserError
-from draftsmith.target.forward import StatesForward
 from draftsmith.store.foreign import ForeignStates, in_fp8, through_fp8
 from draftsmith.store.reader import StoreReader
+from draftsmith.target.forward import StatesForward
 from draftsmith.target.load import load_target
 from tiny_models import assets
 
@@ -77,7 +77,7 @@ def test_files_in_8_bits_are_unpacked_as_their_package_does():
         assert its is not None
         # the package multiplies in bf16, here it is fp32
         torch.testing.assert_close(mine.hidden, its["hidden_states"][:, :3], rtol=2**-7, atol=0)
-        (true,) = exact([sample])
+        (true,) = exact([sample]).features()
         whole = torch.cat([true.hidden, true.extra["final"][:, None]], 1)
         assert torch.equal(
             torch.cat([mine.hidden, mine.extra["final"][:, None]], 1), through_fp8(whole)
@@ -104,7 +104,7 @@ def test_files_in_8_bits_are_unpacked_as_their_package_does():
 )
 def test_files_that_are_not_what_the_configuration_says(files, words):
     with pytest.raises(UserError, match=words):
-        list(states_of(DATA / "vllm", **files)([samples()[0]]))
+        states_of(DATA / "vllm", **files)([samples()[0]]).features()
 
 
 def test_unfinished_broken_and_missing_files(tmp_path):
