@@ -147,7 +147,7 @@ def gpus_here() -> list[int]:
     if importlib.util.find_spec("pynvml") is None:
         count = torch.cuda.device_count()
         return [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
-    import pynvml
+    import pynvml  # pyright: ignore[reportMissingImports]
 
     try:
         pynvml.nvmlInit()

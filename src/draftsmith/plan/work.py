@@ -51,7 +51,8 @@ def workload(cfg: RunConfig, samples: int | None, tokens: int | None) -> Work:
         return _tokenized(cfg, described)
     described = manifests.read(prepare.folder(cfg))
     if described and described["complete"]:
-        samples = samples or described["counts"]["train"] + described["counts"]["held_out"]
+        held: int = described["counts"]["train"] + described["counts"]["held_out"]
+        samples = held if samples is None else samples
         mean = tokens / samples if tokens else _mean_tokens(cfg, described)
         said = "given tokens" if tokens else f"{SAMPLED} of them tokenized now"
         return _given(cfg, samples, round(samples * mean), f"RUN/data/conversations, {said}")
