@@ -17,7 +17,7 @@ STAGES = ["prepare", "regenerate", "tokenize", "extract", "train", "evaluate", "
 def finished(tmp_path_factory) -> Path:
     """An undisturbed run; its folder."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = command("run", write_config(folder))
+    done = command("run", write_config(folder), fresh=True)
     assert done.returncode == 0, done.stderr
     return folder
 
