@@ -229,6 +229,8 @@ def _add_bench(commands: Any) -> None:
     store.add_argument("--hidden", type=_count, default=4096, help="width of synthetic states")
     store.add_argument("--taps", type=_count, default=5, help="of synthetic states")
     store.add_argument("--states", type=Path, metavar="SHARD", help="real states, codec none")
+    store.add_argument("--repeats", type=_count, default=3, help="medians of so many rounds")
+    store.add_argument("--rates", type=Path, metavar="FILE", help="also for `plan --rates`")
     store.add_argument("--json", action="store_true")
     extract = kinds.add_parser(
         "extract", help="a random target's features, beside its products alone"
@@ -267,6 +269,8 @@ def _bench(known: argparse.Namespace) -> int:
         hidden=known.hidden,
         taps=known.taps,
         states=known.states,
+        repeats=known.repeats,
+        rates=known.rates,
         as_json=known.json,
     )
     return GOOD

@@ -4,7 +4,6 @@ hours and memory of each stage, and the feature source that `auto` takes, with t
 Reads the target's config.json, never its weights. Formulas and constants: docs/plan.md.
 """
 
-import importlib.util
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -143,20 +142,9 @@ def _machine(cfg: RunConfig, asked: Asked) -> tuple[Machine, str | None]:
 
 
 def gpus_here() -> list[int]:
-    """Memory of each GPU, in bytes: by nvidia-ml-py where it is installed, else by torch."""
-    if importlib.util.find_spec("pynvml") is None:
-        count = torch.cuda.device_count()
-        return [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
-    import pynvml  # pyright: ignore[reportMissingImports]
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver here
-        return []
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    memory = [int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles]
-    pynvml.nvmlShutdown()
-    return memory
+    """Memory of each GPU that torch may use, in bytes."""
+    count = torch.cuda.device_count()
+    return [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
 
 
 def _memory_of_this_machine() -> float:

@@ -51,11 +51,13 @@ def workload(cfg: RunConfig, samples: int | None, tokens: int | None) -> Work:
         return _tokenized(cfg, described)
     described = manifests.read(prepare.folder(cfg))
     if described and described["complete"]:
-        held: int = described["counts"]["train"] + described["counts"]["held_out"]
-        samples = held if samples is None else samples
-        mean = tokens / samples if tokens else _mean_tokens(cfg, described)
-        said = "given tokens" if tokens else f"{SAMPLED} of them tokenized now"
-        return _given(cfg, samples, round(samples * mean), f"RUN/data/conversations, {said}")
+        counts = described["counts"]
+        there = counts["train"] + counts["held_out"] if samples is None else samples
+        if tokens is not None:
+            return _given(cfg, there, tokens, "RUN/data/conversations, given tokens")
+        tokens = round(there * _mean_tokens(cfg, described))
+        text = f"RUN/data/conversations, {SAMPLED} of them tokenized now"
+        return _given(cfg, there, tokens, text)
     raise UserError(
         where=str(cfg.root),
         found="no prepared data"
