@@ -8,6 +8,7 @@ the missing shards and leaves the same bytes.
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -85,10 +86,19 @@ def run(cfg: RunConfig) -> StageResult:
 
 def finished(cfg: RunConfig) -> dict[str, Any]:
     """The manifest of the complete store for this configuration, or a UserError."""
+    return manifests.required(places.at(cfg.store), "extract", wanted(cfg))
+
+
+def is_finished(cfg: RunConfig) -> bool:
+    """Whether there is a complete store for this configuration."""
+    return manifests.is_there(lambda: finished(cfg))
+
+
+def wanted(cfg: RunConfig) -> dict[str, Any]:
+    """What this configuration's store is made from, as its manifest says it."""
     info = inspect_target(cfg.target)
     taps = resolve_taps(cfg.features, info.num_layers)
-    inputs = _inputs(cfg, info, taps, tokenize_stage.finished(cfg))
-    return manifests.required(places.at(cfg.store), "extract", inputs)
+    return json.loads(json.dumps(_inputs(cfg, info, taps, tokenize_stage.finished(cfg))))
 
 
 def _inputs(
