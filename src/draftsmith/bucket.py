@@ -23,6 +23,7 @@ from draftsmith.s3_errors import FAILURES, explain, is_missing, passing
 
 MAX_NEW_BYTES = 5 * 10**9  # S3's own limit for a copy in one piece
 PART_BYTES, PARTS_AT_ONCE = 32 << 20, 4
+MOST_PARTS = 9_000  # S3 takes 10,000
 LARGE_BYTES = 2 * PART_BYTES
 """Larger objects go in parts, so that a broken connection costs one part, and several flow at once."""
 LEFT_AFTER = timedelta(days=1)
@@ -166,6 +167,25 @@ class Bucket:
     def replace(self, name: str, data: bytes) -> None:
         """Write an object, or what it holds anew."""
         self._put(name, data, "overwrite")
+
+    def replace_large(self, name: str, chunks: Callable[[], Iterator[bytes]], size: int) -> None:
+        """The same for `size` bytes that are read while they are sent; `chunks` begins anew when the
+        put must be repeated. Its own errors come through.
+        """
+        if size <= LARGE_BYTES:
+            self.replace(name, b"".join(chunks()))
+            return
+
+        def put() -> None:
+            obstore.put(
+                self._store,
+                name,
+                chunks(),
+                chunk_size=max(PART_BYTES, size // MOST_PARTS),
+                max_concurrency=PARTS_AT_ONCE,
+            )
+
+        self._patiently(name, put, again=is_missing)
 
     def _put(self, name: str, data: bytes, mode: Any) -> None:
         self._patiently(

@@ -24,6 +24,9 @@ Codec = Literal["none", "lossless", "fp8"]
 Method = Literal["ar", "lookup", "chain", "tree", "untrained", "shuffled"]
 
 
+S3_ADDRESS = r"s3://[a-z0-9][a-z0-9.-]+[a-z0-9](/.*)?"
+
+
 def _greedy(temperature: float) -> float:
     if temperature != 0:
         raise ValueError("0.0: this version decodes greedily")
@@ -230,7 +233,7 @@ class FeaturesConfig(_Model):
     def _known_place(cls, store: str | None) -> str | None:
         if store is None or "://" not in store:
             return store
-        if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]+[a-z0-9](/.*)?", store):
+        if not re.fullmatch(S3_ADDRESS, store):
             raise ValueError(f"{store}: a local folder or s3://bucket/prefix")
         return store
 
@@ -375,8 +378,10 @@ class EngineConfig(_Model):
 class RunConfig(_Model):
     run: str
     """The run's folder."""
-    mirror: None = None
-    """Where data and checkpoints are copied to; not in this version."""
+    mirror: str | None = None
+    """s3://bucket/prefix: data, checkpoints, reports and the export are copied there as they appear, and
+    an empty `run:` folder is filled from there. Features are not: see features.store.
+    """
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     target: TargetConfig
     prepare: PrepareConfig
@@ -389,6 +394,26 @@ class RunConfig(_Model):
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
     engine: EngineConfig = EngineConfig()
+
+    @field_validator("mirror")
+    @classmethod
+    def _is_on_s3(cls, mirror: str | None) -> str | None:
+        if mirror is not None and not re.fullmatch(S3_ADDRESS, mirror):
+            raise ValueError(f"{mirror}: s3://bucket/prefix")
+        return mirror
+
+    @model_validator(mode="after")
+    def _store_is_beside_the_mirror(self) -> "RunConfig":
+        if self.mirror is None or "://" not in self.store:
+            return self
+        mirror, store = self.mirror.rstrip("/"), self.store.rstrip("/") + "/"
+        mine = [f"{mirror}/{name}/" for name in ("data", "checkpoints", "eval", "export")]
+        if mirror + "/" == store or any(store.startswith(folder) for folder in mine):
+            raise ValueError(
+                f"features.store {self.store} lies among the files of mirror {mirror}; "
+                f"use {mirror}/features or another prefix"
+            )
+        return self
 
     @model_validator(mode="after")
     def _store_is_no_stages_folder(self) -> "RunConfig":

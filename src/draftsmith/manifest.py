@@ -7,6 +7,7 @@ thrown away, the run is refused instead.
 """
 
 import json
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,17 @@ def required(folder: Path | Place, stage: str, inputs: dict[str, Any]) -> dict[s
             where=place.where(name), found="no such file", expected="a whole output", remedy=remedy
         )
     return manifest
+
+
+def is_there(finished: Callable[[], object]) -> bool:
+    """Whether a stage's `finished` finds its output. Damaged comes through: it is no missing work."""
+    try:
+        finished()
+    except Damaged:
+        raise
+    except UserError:
+        return False
+    return True
 
 
 def _missing(place: Place, manifest: dict[str, Any]) -> list[str]:

@@ -53,9 +53,11 @@ def folder(cfg: RunConfig) -> Path:
 def run(cfg: RunConfig) -> StageResult:
     """Train to the end of the schedule; go on from the newest checkpoint if there is one."""
     out = folder(cfg)
-    tokens, store = tokenize_stage.finished(cfg), extract.finished(cfg)
+    tokens = tokenize_stage.finished(cfg)
+    if not is_finished(cfg):
+        extract.finished(cfg)
     with stage_report(cfg.root, "train") as report:
-        inputs, shape = _inputs(cfg, store)
+        inputs, shape = _inputs(cfg)
         manifest = manifests.begin(out, "checkpoints/1", inputs, remake=False)
         if manifest["complete"]:
             return StageResult("train", str(out), skipped=True, summary=manifest["counts"])
@@ -79,14 +81,22 @@ def run(cfg: RunConfig) -> StageResult:
 
 def finished(cfg: RunConfig) -> dict[str, Any]:
     """The manifest of the finished training of this configuration, or a UserError."""
-    return manifests.required(folder(cfg), "train", _inputs(cfg, extract.finished(cfg))[0])
+    return manifests.required(folder(cfg), "train", _inputs(cfg)[0])
 
 
-def _inputs(cfg: RunConfig, store: dict[str, Any]) -> tuple[dict[str, Any], DrafterShape]:
+def is_finished(cfg: RunConfig) -> bool:
+    """Whether training of this configuration is complete: then the features are needed no more."""
+    return manifests.is_there(lambda: finished(cfg))
+
+
+def _inputs(cfg: RunConfig) -> tuple[dict[str, Any], DrafterShape]:
+    """The features are named by what they are made from, not by their bytes: extracted again on
+    another machine, they may differ by rounding, and training goes on.
+    """
     shape = drafter_shape(cfg)
     settings = cfg.train.model_dump(exclude={"log_every", "checkpoint_every", "keep_checkpoints"})
     inputs = {
-        "features": store["digest"],
+        "features": extract.wanted(cfg),
         "drafter": asdict(shape),
         "train": settings,
         "seed": cfg.seed,

@@ -7,6 +7,7 @@ the same bytes.
 """
 
 import hashlib
+import json
 import os
 from functools import partial
 from typing import Any
@@ -87,12 +88,20 @@ def run(cfg: RunConfig) -> StageResult:
 
 def finished(cfg: RunConfig) -> dict[str, Any]:
     """The manifest of the complete store for this configuration, or a UserError."""
+    return manifests.required(places.at(cfg.store), "extract", wanted(cfg))
+
+
+def is_finished(cfg: RunConfig) -> bool:
+    """Whether there is a complete store for this configuration."""
+    return manifests.is_there(lambda: finished(cfg))
+
+
+def wanted(cfg: RunConfig) -> dict[str, Any]:
+    """What this configuration's store is made from, as its manifest says it."""
     info = inspect_target(cfg.target)
     taps = resolve_taps(cfg.features, info.num_layers)
-    store = places.at(cfg.store)
-    engine = engine_of(cfg, info, store)
-    inputs = _inputs(cfg, info, taps, tokenize_stage.finished(cfg), engine)
-    return manifests.required(store, "extract", inputs)
+    engine = engine_of(cfg, info, places.at(cfg.store))
+    return json.loads(json.dumps(_inputs(cfg, info, taps, tokenize_stage.finished(cfg), engine)))
 
 
 def _inputs(
