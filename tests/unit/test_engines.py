@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from functools import partial
 
 import pytest
@@ -14,6 +15,10 @@ def square(folder, tasks, say, done):
     """A file for each task; worker processes import this by name."""
     for number, payload in tasks:
         say(("began", os.getpid()))
+        (folder / f"pid-{os.getpid()}").touch()
+        end = time.time() + 60
+        while payload == "together" and len(list(folder.glob("pid-*"))) < 2 and time.time() < end:
+            time.sleep(0.01)
         if payload == "die once" and not (folder / "died").exists():
             (folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -39,9 +44,14 @@ def run(folder, payloads, workers=2):
     return messages, losses
 
 
+def made(folder) -> set[str]:
+    """What the tasks left."""
+    return {f.name for f in folder.iterdir() if not f.name.startswith("pid-")}
+
+
 def test_every_task_is_done_by_several_workers(tmp_path):
-    messages, losses = run(tmp_path, ["go"] * 12)
-    assert sorted(int(f.name) for f in tmp_path.iterdir()) == list(range(12)) and not losses
+    messages, losses = run(tmp_path, ["together"] * 12)
+    assert {int(name) for name in made(tmp_path)} == set(range(12)) and not losses
     pids = {pid for _, pid in messages}
     assert len(pids) == 2 and os.getpid() not in pids
     for pid in pids:
@@ -51,7 +61,7 @@ def test_every_task_is_done_by_several_workers(tmp_path):
 
 def test_a_killed_workers_tasks_are_done_by_another(tmp_path):
     _, losses = run(tmp_path, ["go", "go", "die once", "go", "go"])
-    assert {f.name for f in tmp_path.iterdir()} == {"died", *"01234"}
+    assert made(tmp_path) == {"died", *"01234"}
     ((said, tasks),) = losses
     assert "signal 9" in said and 2 in tasks
 
