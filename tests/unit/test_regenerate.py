@@ -1,5 +1,6 @@
 """Answers by a real OpenAI-compatible server (`transformers serve`, a process of its own) on the
-built-in target; also through a proxy that stalls, cuts off, refuses and dies.
+built-in target, which is also killed, stopped and told to cut off; and through a proxy before it that
+answers 429 and 500, drops, cuts and garbles.
 """
 
 import json
@@ -292,6 +293,34 @@ def test_a_launched_server_is_revived_and_stopped(tmp_path):
     assert killed and len(answers(path)) == 24
     assert log.read_text().count("server.py serve --port") == 2
     assert not serving(log.read_text().splitlines()[0].split()[-1])
+
+
+def test_a_server_that_stands_still_is_asked_again_and_cuts_are_recorded(server, tmp_path):
+    """The real server is stopped (SIGSTOP) longer than a request may take, and goes on."""
+    path = config(tmp_path, server, prompts=10, timeout_s=4, retries=8, max_new_tokens=4)
+    assert main(["prepare", str(path)]) == 0
+    stood = []
+
+    def stand_still() -> None:
+        journal = tmp_path / "run/data/answers/journal.jsonl"
+        while not (journal.exists() and journal.read_bytes().count(b"\n") >= 2):
+            time.sleep(0.02)
+        stood.extend(serving(server.rsplit(":", 1)[1]))
+        for sign in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in stood:
+                os.kill(pid, sign)
+            time.sleep(6)
+
+    thread = threading.Thread(target=stand_still)
+    thread.start()
+    assert main(["regenerate", str(path)]) == 0
+    thread.join()
+    last = json.loads((tmp_path / "run/state.json").read_text())["last"]
+    assert stood and last["asked again"] > 0
+    rows = answers(path)
+    tokenizer = AutoTokenizer.from_pretrained(assets() / "tiny-hybrid")
+    assert len(rows) == 10 and {row["stop_reason"] for row in rows.values()} == {"length"}
+    assert all(row["answer_ids"][-1] != tokenizer.eos_token_id for row in rows.values())
 
 
 def serving(port: str) -> list[int]:
