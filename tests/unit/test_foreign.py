@@ -12,7 +12,7 @@ import torch
 from datasets import load_from_disk
 from hs_connectors import FileTransfer, FP8Transfer
 from hs_connectors.fp8_utils import quantize_tensor_to_fp8
-from runs import write_config
+from runs import resume
 from safetensors.torch import load_file, save_file
 
 from draftsmith.cli import main
@@ -129,12 +129,11 @@ def test_unfinished_broken_and_missing_files(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, extracted):
     """A run whose store keeps the final states."""
-    folder = tmp_path_factory.mktemp("own")
-    config = write_config(folder, prompts=24, features={"taps": TAPS, "final": "state"})
-    for stage in ("prepare", "regenerate", "tokenize", "extract"):
-        assert main([stage, str(config)]) == 0
+    features = {"taps": TAPS, "final": "state"}
+    config = resume(extracted, tmp_path_factory.mktemp("own"), "tokenize", features=features)
+    assert main(["extract", str(config)]) == 0
     return config
 
 
@@ -176,7 +175,7 @@ def test_to_speculators_and_back(run, tmp_path, capsys, fp8):
     for sample_id in reader.sample_ids:
         mine, its = (r.read(sample_id, ("hidden",))["hidden"] for r in (reader, StoreReader(new)))
         assert torch.equal(mine, its) or fp8
-    assert main(["verify", str(new), "--recompute", "24"]) == 0
+    assert main(["verify", str(new), "--recompute", "8"]) == 0
     if not fp8:
         assert main(["train", *args, "--train.max_steps", "1"]) == 0
     assert main(["export-features", str(store), str(out)]) == 2, "a folder that is there"
@@ -190,11 +189,11 @@ def test_layers_counted_from_another_end_are_found(run, tmp_path, capsys):
     new, args = again(run, tmp_path, **files)
     assert main(["extract", *args, "--features.taps", "[0, 2, 4]"]) == 0
     capsys.readouterr()
-    assert main(["verify", str(new), "--recompute", "24", "--json"]) == 1
+    assert main(["verify", str(new), "--recompute", "8", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["findings"]
     for tap in (0, 2, 4):
         said = [f["finding"] for f in found if f["tap"] == tap]
-        assert len(said) == 24 and all(f"holds the output of layer {tap + 1}" in s for s in said)
+        assert len(said) == 8 and all(f"holds the output of layer {tap + 1}" in s for s in said)
 
 
 def test_wrong_use(run, tmp_path, capsys):

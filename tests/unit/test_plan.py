@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import write_config
+from runs import OUTPUTS, resume, write_config
 
 from draftsmith import configfile
 from draftsmith.cli import _amount, main
@@ -110,16 +110,17 @@ def test_the_choice_and_its_reasons():
     ]  # fmt: skip
 
 
-def test_a_runs_own_data_is_counted(capsys, tmp_path):
+def test_a_runs_own_data_is_counted(capsys, tmp_path, extracted):
     """Given counts, then conversations, then tokens; `auto` is logged and the store is what plan said."""
-    path = write_config(tmp_path, prompts=24, features={"num_taps": 3, "source": "auto"})
-    code, said = plan(capsys, path, "--gpus", 0)
+    empty = write_config(tmp_path)
+    code, said = plan(capsys, empty, "--gpus", 0)
     assert code == 2 and "no prepared data" in said and "--samples 913K" in said
-    assert main(["prepare", str(path)]) == 0
+    path = resume(extracted, tmp_path, "prepare")
     code, made = plan(capsys, path, "--gpus", 0)
-    assert code == 0 and made["work"]["samples"] == 24 and "tokenized now" in made["work"]["source"]
-    for stage in ("regenerate", "tokenize", "extract"):
-        assert main([stage, str(path)]) == 0
+    assert code == 0 and made["work"]["samples"] == 40 and "tokenized now" in made["work"]["source"]
+    for stage in ("regenerate", "tokenize"):
+        shutil.copytree(extracted / OUTPUTS[stage], tmp_path / "run" / OUTPUTS[stage])
+    assert main(["extract", str(path)]) == 0
     tokens = json.loads((tmp_path / "run" / "data" / "tokens" / "manifest.json").read_text())
     code, made = plan(capsys, path, "--gpus", 0)
     assert made["work"]["tokens"] == tokens["counts"]["tokens"]
@@ -135,10 +136,10 @@ def test_a_runs_own_data_is_counted(capsys, tmp_path):
     assert "train (live)" in table and "features.source: store because" in table
 
 
-def test_auto_that_would_take_live_is_refused_with_its_reason(capsys, tmp_path, monkeypatch):
-    path = write_config(tmp_path, prompts=24, features={"num_taps": 3, "source": "auto"})
-    for stage in ("prepare", "regenerate", "tokenize"):
-        assert main([stage, str(path)]) == 0
+def test_auto_that_would_take_live_is_refused_with_its_reason(
+    capsys, tmp_path, monkeypatch, extracted
+):
+    path = resume(extracted, tmp_path, "tokenize")
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(9, 9, 1000))
     capsys.readouterr()

@@ -82,7 +82,7 @@ def only(found, sample, tap):
 @pytest.mark.parametrize("codec", ["none", "lossless", "fp8"])
 def test_a_clean_store_passes(run, tmp_path, capsys, codec):
     store = planted(run, tmp_path, lambda samples: None, codec=codec)
-    code, found = verify(capsys, store, "--recompute", 12)
+    code, found = verify(capsys, store, "--recompute", 6)
     assert (code, found["findings"]) == (0, [])
     assert found["checked_samples"] == found["samples"] and found["checked_tokens_against_data"]
     for tap in found["taps"]:
@@ -120,7 +120,7 @@ def test_taps_shifted_by_one(run, tmp_path, capsys, target):
         layers = alone(target, torch.tensor(samples[victim].sample.input_ids))
         set_states(samples, victim, lambda h: layers[TAPS].transpose(0, 1).to(h.dtype))
 
-    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 12)
+    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 6)
     said = {f["tap"]: f["finding"] for f in found["findings"] if f["sample"] == victim}
     assert code == 1 and len(said) == len(found["findings"]) == 3
     for tap in TAPS:
@@ -135,7 +135,7 @@ def test_the_last_tap_after_the_final_norm(run, tmp_path, capsys, target):
         return states
 
     store = planted(run, tmp_path, lambda samples: set_states(samples, victim, norm))
-    code, found = verify(capsys, store, "--recompute", 12)
+    code, found = verify(capsys, store, "--recompute", 6)
     assert code == 1 and "after the final norm" in only(found, victim, 5)
 
 
@@ -153,7 +153,7 @@ def test_rows_of_two_samples_swapped(run, tmp_path, capsys):
             replace(samples[two], hidden=its),
         )
 
-    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 12)
+    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 6)
     assert code == 1 and {f["sample"] for f in found["findings"]} == {one, two}
     for finding in found["findings"]:
         other = two if finding["sample"] == one else one
@@ -198,10 +198,10 @@ def test_a_target_in_bf16_is_held_to_its_own_noise(tmp_path, capsys):
     """Its states differ from fp32 by much more than rounding; a clean store passes all the same, and
     one whose taps are shifted does not.
     """
-    config = write_config(tmp_path, prompts=12, target={"dtype": "bfloat16"})
+    config = write_config(tmp_path, prompts=6, target={"dtype": "bfloat16"})
     for stage in ("prepare", "regenerate", "tokenize", "extract"):
         assert main([stage, str(config)]) == 0
-    code, found = verify(capsys, tmp_path / "run" / "features", "--recompute", 12)
+    code, found = verify(capsys, tmp_path / "run" / "features", "--recompute", 6)
     assert (code, found["findings"]) == (0, [])
     last = found["taps"][-1]
     assert last["floor_median"] > 3e-3 and last["error_median"] < 1.3 * last["floor_median"]
@@ -210,7 +210,7 @@ def test_a_target_in_bf16_is_held_to_its_own_noise(tmp_path, capsys):
     def change(samples):
         set_states(samples, victim, lambda h: h[:, [0, 2, 2]])
 
-    code, found = verify(capsys, planted(tmp_path / "run", tmp_path, change), "--recompute", 12)
+    code, found = verify(capsys, planted(tmp_path / "run", tmp_path, change), "--recompute", 6)
     assert code == 1 and "holds the output of layer 5" in only(found, victim, 3)
 
 
@@ -223,7 +223,7 @@ def test_left_padding_that_leaks(run, tmp_path, capsys, target):
         at_taps = layers[[t + 1 for t in TAPS]].transpose(0, 1)
         set_states(samples, victim, lambda h: at_taps.to(h.dtype))
 
-    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 12)
+    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 6)
     said = {(f["sample"], f["tap"]): f["finding"] for f in found["findings"]}
     assert code == 1 and set(said) == {(victim, tap) for tap in TAPS}
     assert any("padding leaks" in text for text in said.values()), said
