@@ -26,7 +26,7 @@ from draftsmith.monitor.state import StageReport, stage_report
 from draftsmith.places import Place
 from draftsmith.store import index, shards
 from draftsmith.store.shards import KIND, SampleFeatures, shard_name
-from draftsmith.store.writer import ShardWriter
+from draftsmith.store.writer import ShardWriter, check_some, room_left
 from draftsmith.target.load import (
     TargetInfo,
     check_ids,
@@ -68,19 +68,23 @@ def run(cfg: RunConfig) -> StageResult:
         names = [shard_name(i) for i in range(len(planned))]
         there = store.sizes(names)
         missing = [i for i, name in enumerate(names) if name not in there]
+        room = None
+        if cfg.features.max_bytes is not None:
+            room = room_left(store, there, cfg.features.max_bytes)
+            missing = _before_the_cut(store, planned, missing)
         _check_disk(cfg, info, taps, planned, samples, missing, store)
         finished = plan.num_tokens - sum(_num_tokens(planned[i], samples) for i in missing)
         report.working(plan.num_tokens, "tokens", done=finished)
         said = shards.about(manifest["inputs"])
         if missing:
-            _extract(cfg, taps, samples, planned, missing, report, store, said)
-        counts = {
-            "samples": len(samples),
-            "tokens": plan.num_tokens,
-            "shards": len(planned),
-            "fill": round(plan.num_tokens / plan.padded_tokens, 4),
-        }
-        manifest = manifests.finish(store, manifest, index.entries(store, names, said), counts)
+            _extract(cfg, taps, samples, planned, missing, report, store, said, room)
+        if room is not None:
+            there = store.sizes(names)
+            names = [name for name in names if name in there]
+            check_some(names, cfg.store)
+        entries = index.entries(store, names, said)
+        counts = _counts(entries, samples, plan)
+        manifest = manifests.finish(store, manifest, entries, counts)
     return StageResult("extract", str(cfg.store), summary=manifest["counts"])
 
 
@@ -120,6 +124,7 @@ def _inputs(
         "tokens_per_batch": cfg.extract.tokens_per_batch,
         "shard_bytes": cfg.extract.shard_bytes,
         "seed": cfg.seed,
+        **({} if cfg.features.max_bytes is None else {"max_bytes": cfg.features.max_bytes}),
     }
 
 
@@ -146,6 +151,29 @@ def plan_shards(
     return planned
 
 
+def _before_the_cut(store: Place, planned: list[list[list[int]]], missing: list[int]) -> list[int]:
+    """The missing shards of a store with a budget that may still fit: none once the last shard that
+    is there lacks samples of its plan.
+    """
+    last = max(set(range(len(planned))) - set(missing), default=None)
+    if last is None:
+        return missing
+    held = len(shards.open_shard(store, shard_name(last)).small["sample_ids"])
+    cut = held < sum(map(len, planned[last]))
+    return [i for i in missing if i < last or not cut]
+
+
+def _counts(entries: dict[str, Any], samples: list[Sample], plan: RowPlan) -> dict[str, Any]:
+    stored = entries[index.NAME]["samples"]
+    counts = {
+        "samples": stored,
+        "tokens": sum(entry.get("tokens", 0) for entry in entries.values()),
+        "shards": len(entries) - 1,
+        "fill": round(plan.num_tokens / plan.padded_tokens, 4),
+    }
+    return counts if stored == len(samples) else {**counts, "left_out": len(samples) - stored}
+
+
 def _num_tokens(shard: list[list[int]], samples: list[Sample]) -> int:
     return sum(len(samples[i].input_ids) for row in shard for i in row)
 
@@ -162,6 +190,8 @@ def _check_disk(
     need = sum(_num_tokens(planned[i], samples) for i in missing) * token_bytes(
         cfg, info, len(taps)
     )
+    if cfg.features.max_bytes is not None:
+        need = min(need, cfg.features.max_bytes)
     free = store.free_bytes()
     if free is not None and need > free:
         raise UserError(
@@ -181,13 +211,17 @@ def _extract(
     report: StageReport,
     store: Place,
     said: dict[str, str],
+    room: int | None,
 ) -> None:
     model = load_target(cfg.target)
     unembed(model)  # a head the drafter cannot share is better refused before the work
     forward = StatesForward(model, taps, cfg.features.final, getattr(torch, cfg.features.dtype))
     done = report.state["done"]
-    with ShardWriter(store, cfg.extract.codec, said, report.event) as writer:
+    with ShardWriter(store, cfg.extract.codec, said, report.event, room) as writer:
         for number in missing:
+            if writer.full:
+                report.event("budget_spent", shard=number)
+                break
             out: list[SampleFeatures] = []
             for row in planned[number]:
                 for features in forward([samples[i] for i in row]):

@@ -31,6 +31,7 @@ from draftsmith.drafter.loss import block_loss, leading_correct
 from draftsmith.drafter.model import DFlash
 from draftsmith.features import FeatureBatch, StoreSource
 from draftsmith.monitor.state import StageReport, stage_report
+from draftsmith.store.reader import StoreReader
 from draftsmith.target.load import device_of, inspect_target, load_target, load_tokenizer, unembed
 from draftsmith.target.taps import resolve_taps
 
@@ -62,8 +63,11 @@ def run(cfg: RunConfig) -> StageResult:
         if manifest["complete"]:
             return StageResult("train", str(out), skipped=True, summary=manifest["counts"])
         samples = tokenize_stage.read_samples(cfg, tokens, "train")
+        reader = StoreReader(cfg.store)
+        stored = set(reader.sample_ids)  # fewer with features.max_bytes
+        samples = [sample for sample in samples if sample.sample_id in stored]
         _check_anchors(samples)
-        source = StoreSource(cfg.store, [sample.sample_id for sample in samples])
+        source = StoreSource(reader, [sample.sample_id for sample in samples])
         steps = plan_steps(cfg.train, source, cfg.seed)
         drafter = first_weights(cfg, shape).to(device_of(cfg.target))
         drafter.share(*frozen_weights(cfg))
@@ -75,7 +79,8 @@ def run(cfg: RunConfig) -> StageResult:
                 "bytes": (final / "model.safetensors").stat().st_size,
             }
         }
-        manifest = manifests.finish(out, manifest, entries, {"steps": len(steps)})
+        counts = {"steps": len(steps), "samples": len(samples)}
+        manifest = manifests.finish(out, manifest, entries, counts)
     return StageResult("train", str(out), summary={"steps": len(steps), **last})
 
 
