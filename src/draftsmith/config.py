@@ -209,8 +209,8 @@ class FeaturesConfig(_Model):
     """Also keep the last layer's output before the final norm, or the target's argmax."""
     store: str | None = None
     """Where the store is: a folder or s3://bucket/prefix; null: RUN/features."""
-    max_bytes: None = None
-    """Bound on the store's size; not in this version."""
+    max_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Bound on the store's size: what fits is a random share of the samples, and training uses those."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the stored states."""
 

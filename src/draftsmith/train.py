@@ -31,6 +31,7 @@ from draftsmith.drafter.loss import block_loss, leading_correct
 from draftsmith.drafter.model import DFlash
 from draftsmith.features import FeatureBatch, StoreSource
 from draftsmith.monitor.state import StageReport, stage_report
+from draftsmith.store.reader import StoreReader
 from draftsmith.target.load import device_of, inspect_target, load_target, load_tokenizer, unembed
 from draftsmith.target.taps import resolve_taps
 
@@ -61,9 +62,10 @@ def run(cfg: RunConfig) -> StageResult:
         manifest = manifests.begin(out, "checkpoints/1", inputs, remake=False)
         if manifest["complete"]:
             return StageResult("train", str(out), skipped=True, summary=manifest["counts"])
-        samples = tokenize_stage.read_samples(cfg, tokens, "train")
+        reader = StoreReader(cfg.store)  # which holds fewer samples with features.max_bytes
+        samples = tokenize_stage.read_samples(cfg, tokens, "train").among(reader.sample_ids)
         _check_anchors(samples)
-        source = StoreSource(cfg.store, samples.sample_ids)
+        source = StoreSource(reader, samples.sample_ids)
         steps = plan_steps(cfg.train, source, cfg.seed)
         drafter = first_weights(cfg, shape).to(device_of(cfg.target))
         drafter.share(*frozen_weights(cfg))
@@ -75,7 +77,8 @@ def run(cfg: RunConfig) -> StageResult:
                 "bytes": (final / "model.safetensors").stat().st_size,
             }
         }
-        manifest = manifests.finish(out, manifest, entries, {"steps": len(steps)})
+        counts = {"steps": len(steps), "samples": len(samples)}
+        manifest = manifests.finish(out, manifest, entries, counts)
     return StageResult("train", str(out), summary={"steps": len(steps), **last})
 
 

@@ -18,7 +18,7 @@ import draftsmith.tokenize as tokenize_stage
 from draftsmith import manifest as manifests
 from draftsmith import places
 from draftsmith.config import RunConfig
-from draftsmith.core import StageResult, UserError
+from draftsmith.core import RowPlan, StageResult, UserError
 from draftsmith.engines.local import run_tasks
 from draftsmith.extract.plan import (
     engine_of,
@@ -35,6 +35,7 @@ from draftsmith.source import choose_source
 from draftsmith.store import index, shards
 from draftsmith.store.foreign import ForeignStates
 from draftsmith.store.shards import KIND, shard_name
+from draftsmith.store.writer import check_some, room_left
 from draftsmith.target.load import (
     TargetInfo,
     device_of,
@@ -70,19 +71,22 @@ def run(cfg: RunConfig) -> StageResult:
         names = [shard_name(i) for i in range(len(planned))]
         there = store.sizes(names)
         missing = [i for i, name in enumerate(names) if name not in there]
+        room = None
+        if cfg.features.max_bytes is not None:
+            room = room_left(store, there, cfg.features.max_bytes)
+            missing = _before_the_cut(store, planned, missing)
         to_come = sum(num_tokens(planned[i], lengths) for i in missing)
         _check_source(cfg, info, taps, to_come, store, report)
         report.working(plan.num_tokens, "tokens", done=plan.num_tokens - to_come)
         said = shards.about(manifest["inputs"])
         if missing:
-            _extract(cfg, engine, taps, samples, planned, missing, report, said)
-        counts = {
-            "samples": len(samples),
-            "tokens": plan.num_tokens,
-            "shards": len(planned),
-            "fill": round(plan.num_tokens / plan.padded_tokens, 4),
-        }
-        manifest = manifests.finish(store, manifest, index.entries(store, names, said), counts)
+            _extract(cfg, engine, taps, samples, planned, missing, report, said, room)
+        if room is not None:
+            there = store.sizes(names)
+            names = [name for name in names if name in there]
+            check_some(names, cfg.store)
+        entries = index.entries(store, names, said)
+        manifest = manifests.finish(store, manifest, entries, _counts(entries, len(samples), plan))
     return StageResult("extract", str(cfg.store), summary=manifest["counts"])
 
 
@@ -126,7 +130,31 @@ def _inputs(
         "tokens_per_batch": cfg.extract.tokens_per_batch,
         "shard_bytes": cfg.extract.shard_bytes,
         "seed": cfg.seed,
+        **({} if cfg.features.max_bytes is None else {"max_bytes": cfg.features.max_bytes}),
     }
+
+
+def _before_the_cut(store: Place, planned: list[list[list[int]]], missing: list[int]) -> list[int]:
+    """The missing shards of a store with a budget that may still fit: none once the last shard that
+    is there lacks samples of its plan.
+    """
+    last = max(set(range(len(planned))) - set(missing), default=None)
+    if last is None:
+        return missing
+    held = len(shards.open_shard(store, shard_name(last)).small["sample_ids"])
+    cut = held < sum(map(len, planned[last]))
+    return [i for i in missing if i < last or not cut]
+
+
+def _counts(entries: dict[str, Any], num_samples: int, plan: RowPlan) -> dict[str, Any]:
+    stored = entries[index.NAME]["samples"]
+    counts = {
+        "samples": stored,
+        "tokens": sum(entry.get("tokens", 0) for entry in entries.values()),
+        "shards": len(entries) - 1,
+        "fill": round(plan.num_tokens / plan.padded_tokens, 4),
+    }
+    return counts if stored == num_samples else {**counts, "left_out": num_samples - stored}
 
 
 def _check_source(
@@ -140,6 +168,8 @@ def _check_source(
     """Whether the features still to be made go to a store; `auto`'s choice and reason are logged."""
     sizes = feature_bytes(cfg, info, len(taps), tokens)
     room = store.free_bytes()
+    if cfg.features.max_bytes is not None:
+        sizes = {codec: min(size, cfg.features.max_bytes) for codec, size in sizes.items()}
     choice = choose_source(sizes, cfg.extract.codec, room_bytes=room, place=str(store))
     if cfg.features.source == "auto":
         report.event("source", source=choice.source, reason=choice.reason)
@@ -163,6 +193,7 @@ def _extract(
     missing: list[int],
     report: StageReport,
     said: dict[str, str],
+    room: int | None,
 ) -> None:
     """One worker for each replica of the target; a single one is this process."""
     report.event("rows", engine=engine)
@@ -192,7 +223,7 @@ def _extract(
     if cfg.extract.files is not None:
         ForeignStates.of(cfg, inspect_target(cfg.target), taps).check(samples)
     gpus = _gpus(cfg)
-    run_worker = partial(work, cfg, engine, taps, samples[:PROBES], said)
+    run_worker = partial(work, cfg, engine, taps, samples[:PROBES], said, room)
     if len(gpus) == 1:
         tasks = ((number, load(number)) for number in missing)
         run_worker(tasks, told, lambda number: None)
@@ -202,6 +233,15 @@ def _extract(
 
 def _gpus(cfg: RunConfig) -> list[str] | list[None]:
     """The GPUs of each worker, as CUDA_VISIBLE_DEVICES names them."""
+    if cfg.features.max_bytes is not None:  # one writer knows what is left of the budget
+        if cfg.extract.workers not in ("auto", 1):
+            raise UserError(
+                where="extract.workers",
+                found=f"{cfg.extract.workers}, with features.max_bytes",
+                expected="one worker: it counts what is left of the budget",
+                remedy="Leave out one of the two.",
+            )
+        return [None]
     if cfg.extract.files is not None or device_of(cfg.target).type == "cpu":
         return [None] * (1 if cfg.extract.workers == "auto" else cfg.extract.workers)
     count, each = torch.cuda.device_count(), cfg.target.gpus_per_replica

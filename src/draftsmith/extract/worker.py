@@ -33,6 +33,7 @@ def work(
     taps: list[int],
     probes: list[Sample],
     said: dict[str, str],
+    room: int | None,
     shards_: Iterator[tuple[int, Rows]],
     say: Say,
     done: Done,
@@ -50,8 +51,10 @@ def work(
         forward = target_forward(cfg, engine, taps)
     if isinstance(forward, StatesForward) and forward.row_tokens is not None:
         event("self_test", **self_test(forward, probes))
-    with ShardWriter(places.at(cfg.store), cfg.extract.codec, said, event) as writer:
+    with ShardWriter(places.at(cfg.store), cfg.extract.codec, said, event, room) as writer:
         run_shards(forward, shards_, writer, say)
+    if writer.full:
+        event("budget_spent")
 
 
 def target_forward(cfg: RunConfig, engine: str, taps: list[int]) -> StatesForward:
@@ -90,6 +93,8 @@ def run_shards(
             features = []
 
     for number, rows in shards_:
+        if writer.full:
+            break
         for i, row in enumerate(rows):
             underway.append((number, i == len(rows) - 1, forward(row)))
             if len(underway) > AHEAD:

@@ -2,6 +2,7 @@
 take over 40. A million samples of a thousand tokens fit into a few GB.
 """
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -41,6 +42,13 @@ class Samples(Sequence[Sample]):
         if not 0 <= at < len(self):
             raise IndexError(index)
         return Sample(**{name: self._table[name][at].as_py() for name in self._table.column_names})
+
+    def among(self, sample_ids: Sequence[int]) -> "Samples":
+        """Those of them that have one of these ids."""
+        keep = np.isin(self._table["sample_id"].to_numpy(), np.array(sample_ids, np.int64))
+        out = copy.copy(self)
+        out._table = self._table.filter(pa.array(keep))
+        return out
 
     @property
     def lengths(self) -> list[int]:
