@@ -273,7 +273,7 @@ def test_a_disk_that_fills_up_leaves_only_whole_shards(tokenized, capsys, tmp_pa
     if mounted.returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:
-        monkeypatch.setattr(extract, "_check_disk", lambda *a: None)
+        monkeypatch.setattr(extract, "_check_source", lambda *a: None)
         args = ["extract", tokenized, "--features.store", small / "store"]
         said = refused(capsys, *args)
         assert "a full disk" in said and "Free space" in said

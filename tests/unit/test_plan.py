@@ -117,6 +117,7 @@ def test_a_runs_own_data_is_counted(capsys, tmp_path, extracted):
     assert code == 2 and "no prepared data" in said and "--samples 913K" in said
     path = resume(extracted, tmp_path, "prepare")
     code, made = plan(capsys, path, "--gpus", 0)
+    assert made["source"]["source"] == "store" and "fit the" in made["source"]["reason"]
     assert code == 0 and made["work"]["samples"] == 40 and "tokenized now" in made["work"]["source"]
     for stage in ("regenerate", "tokenize"):
         shutil.copytree(extracted / OUTPUTS[stage], tmp_path / "run" / OUTPUTS[stage])
@@ -133,7 +134,8 @@ def test_a_runs_own_data_is_counted(capsys, tmp_path, extracted):
     assert logged["source"] == "store" and "fit the" in logged["reason"]
     assert main(["plan", str(path), "--gpus", "0"]) == 0
     table = capsys.readouterr().out
-    assert "train (live)" in table and "features.source: store because" in table
+    assert "train (live)" in table and "features.source: store because there is a complete" in table
+    assert plan(capsys, path, "--gpus", 0, "--disk", 9)[1]["source"]["source"] == "store"
 
 
 def test_auto_that_would_take_live_is_refused_with_its_reason(

@@ -82,7 +82,7 @@ def only(found, sample, tap):
 @pytest.mark.parametrize("codec", ["none", "lossless", "fp8"])
 def test_a_clean_store_passes(run, tmp_path, capsys, codec):
     store = planted(run, tmp_path, lambda samples: None, codec=codec)
-    code, found = verify(capsys, store, "--recompute", 6)
+    code, found = verify(capsys, store, "--recompute", 12)
     assert (code, found["findings"]) == (0, [])
     assert found["checked_samples"] == found["samples"] and found["checked_tokens_against_data"]
     for tap in found["taps"]:
@@ -120,7 +120,7 @@ def test_taps_shifted_by_one(run, tmp_path, capsys, target):
         layers = alone(target, torch.tensor(samples[victim].sample.input_ids))
         set_states(samples, victim, lambda h: layers[TAPS].transpose(0, 1).to(h.dtype))
 
-    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 6)
+    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 12)
     said = {f["tap"]: f["finding"] for f in found["findings"] if f["sample"] == victim}
     assert code == 1 and len(said) == len(found["findings"]) == 3
     for tap in TAPS:
@@ -135,7 +135,7 @@ def test_the_last_tap_after_the_final_norm(run, tmp_path, capsys, target):
         return states
 
     store = planted(run, tmp_path, lambda samples: set_states(samples, victim, norm))
-    code, found = verify(capsys, store, "--recompute", 6)
+    code, found = verify(capsys, store, "--recompute", 12)
     assert code == 1 and "after the final norm" in only(found, victim, 5)
 
 
@@ -153,7 +153,7 @@ def test_rows_of_two_samples_swapped(run, tmp_path, capsys):
             replace(samples[two], hidden=its),
         )
 
-    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 6)
+    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 12)
     assert code == 1 and {f["sample"] for f in found["findings"]} == {one, two}
     for finding in found["findings"]:
         other = two if finding["sample"] == one else one
@@ -171,7 +171,7 @@ def test_single_rows_of_two_samples_swapped(run, tmp_path, capsys):
         set_states(samples, one, lambda h: h.index_copy(0, torch.tensor([7]), b[None]))
         set_states(samples, two, lambda h: h.index_copy(0, torch.tensor([20]), a[None]))
 
-    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 24)
+    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 12)
     assert code == 1
     said = {(f["sample"], f["tap"]): f["finding"] for f in found["findings"]}
     assert set(said) == {(i, tap) for i in (one, two) for tap in TAPS}
@@ -223,7 +223,7 @@ def test_left_padding_that_leaks(run, tmp_path, capsys, target):
         at_taps = layers[[t + 1 for t in TAPS]].transpose(0, 1)
         set_states(samples, victim, lambda h: at_taps.to(h.dtype))
 
-    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 6)
+    code, found = verify(capsys, planted(run, tmp_path, change), "--recompute", 12)
     said = {(f["sample"], f["tap"]): f["finding"] for f in found["findings"]}
     assert code == 1 and set(said) == {(victim, tap) for tap in TAPS}
     assert any("padding leaks" in text for text in said.values()), said

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from draftsmith import manifest as manifests
 from draftsmith import places
 from draftsmith.config import RunConfig
 from draftsmith.core import UserError
@@ -88,6 +89,10 @@ def decide(cfg: RunConfig, stored: dict[str, int], room_bytes: float | None) -> 
     """The source that this configuration takes."""
     if cfg.features.source != "auto":
         return Choice(cfg.features.source, "features.source says so")
+    place = places.at(cfg.store)
+    described = manifests.read(place) if isinstance(place, places.Folder) else None
+    if described and described["complete"]:
+        return Choice("store", f"there is a complete one at {cfg.store}")
     room = None if room_bytes is None else int(room_bytes)
     return choose_source(stored, cfg.extract.codec, room_bytes=room, place=cfg.store)
 
