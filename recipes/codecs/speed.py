@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from draftsmith import places
-from draftsmith.bench_store import _real
+from draftsmith.bench.store import _real
 from draftsmith.config import Codec
 from draftsmith.store import shards
 from draftsmith.store.codec import STATES, decode, encode

@@ -261,7 +261,7 @@ def _bench(known: argparse.Namespace) -> int:
         }
         extract.run(**options, as_json=known.json)
         return GOOD
-    from draftsmith import bench_store
+    from draftsmith.bench import store as bench_store
 
     bench_store.run(
         known.folder,

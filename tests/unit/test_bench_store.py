@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith import bench_store
-from draftsmith.bench_store import cached, drop_cache
+from draftsmith.bench import store as bench_store
+from draftsmith.bench.store import cached, drop_cache
 from draftsmith.cli import main
 from draftsmith.core import UserError
 
