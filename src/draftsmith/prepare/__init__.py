@@ -84,11 +84,11 @@ def _inputs(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _made_from(cfg: RunConfig) -> dict[str, Any] | None:
-    """What complete conversations of as many sources were made from. Where files are gone (the run
-    goes on from its mirror, on another machine) they count as unchanged: their text is here.
+    """What complete conversations of as many sources were made from. Of a run with a mirror, files that
+    are gone (it goes on on another machine) count as unchanged: their text is here.
     """
     manifest = manifests.read(folder(cfg))
-    if manifest is None or not manifest["complete"]:
+    if cfg.mirror is None or manifest is None or not manifest["complete"]:
         return None
     inputs = manifest["inputs"]
     return inputs if len(inputs["sources"]) == len(cfg.prepare.sources) else None
