@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from data import IGNORED, ChatData, TextData
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from data import IGNORED, ChatData, TextData
 
 REPEATED_TOKENS = 12
 MAX_NEW_TOKENS = 96

@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from data import IGNORED, ChatData, TextData
 from model import build_model, save_model, use_training_kernels
 from torch import nn
+
+from data import IGNORED, ChatData, TextData
 
 EVAL_INTERVAL_S = 30
 

@@ -6,6 +6,7 @@ loads.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,11 @@ from pydantic import (
 )
 
 Auto = Literal["auto"]
+Codec = Literal["none", "lossless", "fp8"]
 Method = Literal["ar", "lookup", "chain", "tree", "untrained", "shuffled"]
+
+
+S3_ADDRESS = r"s3://[a-z0-9][a-z0-9.-]+[a-z0-9](/.*)?"
 
 
 def _greedy(temperature: float) -> float:
@@ -46,19 +51,58 @@ class TargetConfig(_Model):
     """Compute dtype of the target."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU when there is one."""
-    gpus_per_replica: Literal[1] = 1
+    gpus_per_replica: Annotated[int, Field(ge=1)] = 1
     """GPUs that hold one copy of the target."""
+
+
+class FiltersConfig(_Model):
+    min_messages: Annotated[int, Field(ge=1)] = 1
+    """Fewest messages of a conversation that is kept."""
+    max_messages: Annotated[int, Field(ge=1)] | None = None
+    """Most messages."""
+    min_chars: Annotated[int, Field(ge=0)] = 0
+    """Least text, over all messages."""
+    max_chars: Annotated[int, Field(ge=1)] | None = None
+    """Most text."""
+    match: str | None = None
+    """Regular expression that some message must contain."""
+    match_none: str | None = None
+    """Regular expression that no message may contain."""
+
+    @field_validator("match", "match_none")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"a regular expression ({error})") from None
+        return pattern
 
 
 class SourceConfig(_Model):
     path: str
-    """A JSONL file, `.jsonl` or `.jsonl.gz`."""
-    format: Literal["messages"] = "messages"
-    """messages: one OpenAI-style `{"messages": [...], "tools": [...]}` a line."""
+    """`.jsonl`, `.json` (an array), `.parquet` or `.arrow`, the first two also `.gz` or `.zst`; or
+    `hub:OWNER/NAME`, or `hub:FOLDER`, through the `datasets` library.
+    """
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "traces"] = "auto"
+    """messages: OpenAI's `{"messages": [...], "tools": [...]}`; sharegpt; alpaca; traces: runs of
+    SWE-agent or OpenHands; auto: guessed from the first row, and said.
+    """
     name: str | None = None
     """Name in reports; default: the file's name, or a line's own `source`."""
     weight: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the file's prompts that is kept, chosen by hash."""
+    max_samples: Annotated[int, Field(ge=1)] | None = None
+    """At most this many of its conversations, chosen by hash."""
+    filters: FiltersConfig = FiltersConfig()
+    """Which of its conversations are kept."""
+    subset: str | None = None
+    """Of a hub data set: its configuration."""
+    split: str = "train"
+    """Of a hub data set: its split."""
+    revision: str = "main"
+    """Of a hub data set: branch, tag or commit."""
 
 
 class PrepareConfig(_Model):
@@ -70,34 +114,79 @@ class PrepareConfig(_Model):
     """At most this many prompts of the training split, chosen by hash."""
     max_held_out: Annotated[int, Field(ge=1)] | None = None
     """At most this many held-out prompts, chosen by hash."""
+    bad_lines: Literal["refuse", "skip"] = "refuse"
+    """refuse: stop at the first damaged line; skip: leave it out, count it, list it in left-out.jsonl."""
+    max_line_bytes: Annotated[int, Field(ge=1024)] = 1 << 24
+    """A longer line counts as damaged."""
+    near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Drop a question whose words are this similar (Jaccard, by MinHash) to an earlier one's; null: no."""
+    decontaminate: list[str] = []
+    """Files of evaluation prompts: a conversation that shares 13 words in a row with one is dropped."""
+    workers: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """Processes; auto: one a core."""
 
 
 class RegenerateConfig(_Model):
     enabled: bool = True
-    """Replace the last answer of every conversation by the target's own."""
+    """Replace the answers of every conversation by the target's own."""
+    servers: list[str] = []
+    """URLs of OpenAI-compatible servers of the target (vLLM, SGLang, others); none: in process."""
+    launch: str | None = None
+    """Command that starts such a server here, e.g. `vllm serve TARGET`; `--port N` is added, and
+    `{replica}` stands for its number. It is stopped when all is answered.
+    """
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """How often `launch` is run."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 2048
     """Longest answer."""
-    temperature: Greedy = 0.0
-    """Greedy."""
-    servers: Annotated[list[str], Field(max_length=0)] = []
-    """OpenAI-compatible servers; this version answers in process only."""
-    launch: None = None
-    """Command that starts a server a replica; not in this version."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Of training answers, as the target is served; 0: greedy. Held-out answers are always greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sampling keeps the most probable tokens that hold this much."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sampling keeps this many of the most probable tokens; 0: all."""
+    concurrency: Annotated[int, Field(ge=1)] = 64
+    """Requests at a time to one server."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600
+    """Longest wait for one answer."""
+    retries: Annotated[int, Field(ge=0)] = 6
+    """How often a request is repeated after 429, 5xx, or no answer, waiting twice as long each time."""
+    max_failures: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Share of the questions that may stay without an answer; more is a fault."""
+    wait_s: Annotated[float, Field(gt=0)] = 900
+    """Seconds a launched server may take to start."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Prompts decoded together."""
+    """In process: prompts decoded together."""
     answers_per_file: Annotated[int, Field(ge=1)] = 1024
-    """Answers in one file: what a killed run loses at most."""
+    """Answers in one file: what a killed run loses at most, in process."""
     loop_ngram: Annotated[int, Field(ge=2)] | None = None
     """Cut an answer at its first repeated n-gram of this many tokens; null: never."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "RegenerateConfig":
+        if self.servers and self.launch:
+            raise ValueError("give regenerate.servers or regenerate.launch, not both")
+        if not self.temperature and (self.top_p, self.top_k) != (1.0, 0):
+            raise ValueError("top_p and top_k need a regenerate.temperature above 0: 0 is greedy")
+        return self
+
+    @property
+    def by_server(self) -> bool:
+        """Whether servers answer, rather than this process."""
+        return bool(self.servers or self.launch)
 
 
 class TokenizeConfig(_Model):
     max_length_tokens: Annotated[int, Field(ge=8)] = 4096
     """Longest sample."""
-    too_long: Literal["truncate", "drop"] = "truncate"
-    """What happens to longer ones."""
+    too_long: Literal["truncate", "drop", "split"] = "truncate"
+    """What happens to longer ones; split: at turns, each part begins with the system message."""
+    turns: Literal["last", "all"] = "last"
+    """Which answers of a conversation are supervised (and regenerated)."""
     template_kwargs: dict[str, Any] = {"enable_thinking": False}
     """Variables for the chat template, in training as in serving."""
+    workers: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """Processes; auto: one a core."""
 
     @field_validator("template_kwargs")
     @classmethod
@@ -119,9 +208,9 @@ class FeaturesConfig(_Model):
     final: Literal["none", "state", "argmax"] = "none"
     """Also keep the last layer's output before the final norm, or the target's argmax."""
     store: str | None = None
-    """Folder of the store; null: RUN/features."""
-    max_bytes: None = None
-    """Bound on the store's size; not in this version."""
+    """Where the store is: a folder or s3://bucket/prefix; null: RUN/features."""
+    max_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Bound on the store's size: what fits is a random share of the samples, and training uses those."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the stored states."""
 
@@ -141,17 +230,42 @@ class FeaturesConfig(_Model):
 
     @field_validator("store")
     @classmethod
-    def _local(cls, store: str | None) -> str | None:
-        if store is not None and "://" in store:
-            raise ValueError(f"{store}: only local folders are supported by this version")
+    def _known_place(cls, store: str | None) -> str | None:
+        if store is None or "://" not in store:
+            return store
+        if not re.fullmatch(S3_ADDRESS, store):
+            raise ValueError(f"{store}: a local folder or s3://bucket/prefix")
         return store
 
 
+class FilesConfig(_Model):
+    path: str
+    """Folder of *.safetensors: vLLM's shared_storage_path, or DATA/hidden_states of speculators."""
+    layer_ids: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    """The ids that the server was given (eagle_aux_hidden_state_layer_ids), in order: id k is the
+    state after k layers, so tap i is id i + 1 and features.final is id N.
+    """
+    codec: Literal["none", "fp8"] = "none"
+    """fp8: files of hs-connectors' FP8 connector, a scale a token."""
+
+
 class ExtractConfig(_Model):
+    files: FilesConfig | None = None
+    """Take the states from files that vLLM or speculators wrote, in place of running the target."""
     tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
-    """Token budget of one batch, padding included."""
-    codec: Literal["none"] = "none"
-    """How shards are compressed."""
+    """Token budget of one row, padding included."""
+    rows: Auto | Literal["packed", "padded"] = "auto"
+    """packed: samples end to end, no padding; padded: right-padded batches of samples of like length.
+    auto: packed on a GPU for families that are proven packed and whose kernels are installed.
+    """
+    workers: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """Processes, each with a copy of the target; auto: one for every `target.gpus_per_replica` GPUs, and
+    one on a CPU.
+    """
+    codec: Codec = "none"
+    """How states are stored: none; lossless: byte planes + zstd, about 70% of the bytes; fp8: e4m3 with
+    a scale a token and tap, half the bytes, lossy.
+    """
     shard_bytes: Annotated[int, Field(ge=1)] = 1 << 30
     """A shard is closed once it holds this many bytes of states."""
 
@@ -264,8 +378,10 @@ class EngineConfig(_Model):
 class RunConfig(_Model):
     run: str
     """The run's folder."""
-    mirror: None = None
-    """Where data and checkpoints are copied to; not in this version."""
+    mirror: str | None = None
+    """s3://bucket/prefix: data, checkpoints, reports and the export are copied there as they appear, and
+    an empty `run:` folder is filled from there. Features are not: see features.store.
+    """
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     target: TargetConfig
     prepare: PrepareConfig
@@ -279,10 +395,32 @@ class RunConfig(_Model):
     export: ExportConfig = ExportConfig()
     engine: EngineConfig = EngineConfig()
 
+    @field_validator("mirror")
+    @classmethod
+    def _is_on_s3(cls, mirror: str | None) -> str | None:
+        if mirror is not None and not re.fullmatch(S3_ADDRESS, mirror):
+            raise ValueError(f"{mirror}: s3://bucket/prefix")
+        return mirror
+
+    @model_validator(mode="after")
+    def _store_is_beside_the_mirror(self) -> "RunConfig":
+        if self.mirror is None or "://" not in self.store:
+            return self
+        mirror, store = self.mirror.rstrip("/"), self.store.rstrip("/") + "/"
+        mine = [f"{mirror}/{name}/" for name in ("data", "checkpoints", "eval", "export")]
+        if mirror + "/" == store or any(store.startswith(folder) for folder in mine):
+            raise ValueError(
+                f"features.store {self.store} lies among the files of mirror {mirror}; "
+                f"use {mirror}/features or another prefix"
+            )
+        return self
+
     @model_validator(mode="after")
     def _store_is_no_stages_folder(self) -> "RunConfig":
+        if "://" in self.store:
+            return self
         mine = {self.root / name for name in ("data", "checkpoints", "eval", "export")}
-        store = self.store.absolute()
+        store = Path(self.store).absolute()
         if (
             any(store.is_relative_to(folder.absolute()) for folder in mine)
             or store == self.root.absolute()
@@ -292,16 +430,31 @@ class RunConfig(_Model):
             )
         return self
 
+    @model_validator(mode="after")
+    def _turns_are_asked_of_servers(self) -> "RunConfig":
+        asked = self.regenerate
+        if asked.enabled and self.tokenize.turns == "all" and not asked.by_server:
+            raise ValueError(
+                "tokenize.turns: all needs regenerate.servers or regenerate.launch, or "
+                "regenerate.enabled: false; in process only the last answer is regenerated"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _files_hold_no_argmax(self) -> "RunConfig":
+        if self.extract.files is not None and self.features.final == "argmax":
+            raise ValueError("features.final: argmax needs the target; extract.files hold states")
+        return self
+
     @property
     def root(self) -> Path:
         """The run's folder as a path."""
         return Path(self.run).expanduser()
 
     @property
-    def store(self) -> Path:
-        """Where the features are."""
-        return (
-            Path(self.features.store).expanduser()
-            if self.features.store
-            else self.root / "features"
-        )
+    def store(self) -> str:
+        """Where the features are: a path or an s3:// address."""
+        store = self.features.store
+        if store is None:
+            return str(self.root / "features")
+        return store if "://" in store else str(Path(store).expanduser())

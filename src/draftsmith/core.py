@@ -13,6 +13,28 @@ class UserError(Exception):
 
     def __init__(self, *, where: str, found: str, expected: str, remedy: str) -> None:
         super().__init__(f"{where}: found {found}; expected {expected}. {remedy}")
+        self._parts = {"where": where, "found": found, "expected": expected, "remedy": remedy}
+
+    def __reduce__(self) -> Any:  # a worker's error reaches the command through a pickle
+        return _user_error, (self._parts,)
+
+
+def _user_error(parts: dict[str, str]) -> UserError:
+    return UserError(**parts)
+
+
+class Damaged(UserError):
+    """A file that is not what was written: gone, cut short, or changed."""
+
+    @classmethod
+    def file(cls, where: str, found: str) -> "Damaged":
+        """A file that a stage wrote and can write again."""
+        return cls(
+            where=where,
+            found=f"a damaged or missing file ({found})",
+            expected="the file as it was written",
+            remedy="Delete it and run the stage that wrote it again.",
+        )
 
 
 class FaultFound(Exception):

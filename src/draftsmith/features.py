@@ -2,16 +2,22 @@
 same batches.
 """
 
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.core import RowPlan
-from draftsmith.store.shards import StoreReader
+from draftsmith.places import Place
+from draftsmith.store.reader import StoreReader
 from draftsmith.target.rows import plan_rows
+
+AHEAD, THREADS = 4, 2
+"""Micro-batches read ahead of the trainer, and the threads that read and unpack them."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +42,24 @@ class FeatureBatch:
             self.num_tokens,
         )
 
+    def pinned(self) -> "FeatureBatch":
+        """In page-locked memory, from which a GPU copies without waiting."""
+        return FeatureBatch(
+            self.sample_ids,
+            self.hidden.pin_memory(),
+            self.input_ids.pin_memory(),
+            self.loss_mask.pin_memory(),
+            self.num_tokens,
+        )
+
 
 class StoreSource:
     """Batches of a split's samples from a store. The order is a pure function of lengths, seed and
     epoch.
     """
 
-    def __init__(self, folder: Path, sample_ids: list[int]) -> None:
-        self._reader = StoreReader(folder)
+    def __init__(self, location: Path | str | Place | StoreReader, sample_ids: list[int]) -> None:
+        self._reader = location if isinstance(location, StoreReader) else StoreReader(location)
         self.sample_ids = sample_ids
         self.lengths = [self._reader.length(i) for i in sample_ids]
 
@@ -54,12 +70,36 @@ class StoreSource:
         )
 
     def batch(self, row: list[int]) -> FeatureBatch:
-        """Read one micro-batch."""
-        read = [self._reader.read(self.sample_ids[i]) for i in row]
-        return FeatureBatch(
-            [self.sample_ids[i] for i in row],
-            pad_sequence([r["hidden"] for r in read], batch_first=True),
-            pad_sequence([r["input_ids"].long() for r in read], batch_first=True),
-            pad_sequence([r["loss_mask"] for r in read], batch_first=True),
-            sum(self.lengths[i] for i in row),
-        )
+        """Read one micro-batch, the states straight into their padded places."""
+        reader, ids = self._reader, [self.sample_ids[i] for i in row]
+        lengths = [self.lengths[i] for i in row]
+        size = (len(row), max(lengths))
+        hidden = torch.empty(*size, *reader.states_shape, dtype=reader.dtype)
+        tokens = torch.zeros(size, dtype=torch.long)
+        mask = torch.zeros(size, dtype=torch.uint8)
+        for k, (sample_id, length) in enumerate(zip(ids, lengths, strict=True)):
+            reader.states_into(sample_id, hidden[k, :length])
+            hidden[k, length:] = 0
+            small = reader.read(sample_id, ("input_ids", "loss_mask"))
+            tokens[k, :length], mask[k, :length] = small["input_ids"], small["loss_mask"]
+        return FeatureBatch(ids, hidden, tokens, mask, sum(lengths))
+
+    def batches(self, rows: list[list[int]], *, pinned: bool) -> Iterator[FeatureBatch]:
+        """These micro-batches in order, read ahead in threads; `pinned` for copies to a GPU."""
+        with ThreadPoolExecutor(THREADS, "feature-reader") as readers:
+            waiting: deque[Future[FeatureBatch]] = deque()
+            coming = iter(rows)
+            try:
+                for row in coming:
+                    waiting.append(readers.submit(self._ready, row, pinned))
+                    if len(waiting) > AHEAD:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                for job in waiting:
+                    job.cancel()
+
+    def _ready(self, row: list[int], pinned: bool) -> FeatureBatch:
+        batch = self.batch(row)
+        return batch.pinned() if pinned else batch

@@ -7,35 +7,68 @@ thrown away, the run is refused instead.
 """
 
 import json
-import shutil
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from draftsmith.core import UserError
-from draftsmith.files import digest, remove_leftovers, write_json
+from draftsmith import __version__, places
+from draftsmith.core import Damaged, UserError
+from draftsmith.files import digest
+from draftsmith.places import Place
 
 NAME = "manifest.json"
+LIBRARIES = ("torch", "transformers", "safetensors")
 
 
-def read(folder: Path) -> dict[str, Any] | None:
-    """The folder's manifest, or None when there is none."""
-    path = folder / NAME
-    if not path.exists():
+def read(folder: Path | Place) -> dict[str, Any] | None:
+    """The folder's manifest, or None when there is none. Raises Damaged for one that was changed."""
+    place = places.at(folder)
+    text = place.read(NAME)
+    if text is None:
         return None
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(text)
         assert {"kind", "complete", "inputs", "files"} <= set(manifest), "not a manifest"
-        return manifest
     except (ValueError, TypeError, AssertionError) as error:
-        raise UserError(
-            where=str(path),
+        raise Damaged(
+            where=place.where(NAME),
             found=f"broken JSON ({error})",
             expected="a manifest",
             remedy="Delete the folder and run the stage again.",
         ) from None
+    # manifests of earlier versions carry none
+    if "checksum" in manifest and manifest["checksum"] != _checksum(manifest):
+        raise Damaged(
+            where=place.where(NAME),
+            found="another text than was written: its checksum differs",
+            expected="an unchanged manifest",
+            remedy="Restore it, or delete the folder and run the stage again.",
+        )
+    return manifest
 
 
-def begin(folder: Path, kind: str, inputs: dict[str, Any], *, remake: bool) -> dict[str, Any]:
+def _checksum(manifest: dict[str, Any]) -> str:
+    return digest({key: value for key, value in manifest.items() if key != "checksum"})
+
+
+def _text(manifest: dict[str, Any]) -> bytes:
+    return (json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1) + "\n").encode()
+
+
+def _write(place: Place, manifest: dict[str, Any]) -> dict[str, Any]:
+    place.replace(NAME, _text(manifest))
+    return {**manifest, "checksum": _checksum(manifest)}
+
+
+def versions() -> dict[str, str]:
+    """What runs here: draftsmith and the libraries that decide numbers."""
+    return {"draftsmith": __version__, **{name: version(name) for name in LIBRARIES}}
+
+
+def begin(
+    folder: Path | Place, kind: str, inputs: dict[str, Any], *, remake: bool
+) -> dict[str, Any]:
     """Open an output folder for these inputs: its manifest, complete (skip the stage) or not (go on
     from its files).
 
@@ -43,16 +76,10 @@ def begin(folder: Path, kind: str, inputs: dict[str, Any], *, remake: bool) -> d
     differs.
     """
     inputs = json.loads(json.dumps(inputs))
-    if folder.exists() and not folder.is_dir():
-        raise UserError(
-            where=str(folder), found="a file", expected="a folder", remedy="Move it away."
-        )
-    manifest = read(folder)
-    if (
-        manifest is None
-        and folder.exists()
-        and any(not p.name.startswith(".") for p in folder.iterdir())
-    ):
+    place = places.at(folder)
+    names = place.names()
+    manifest = read(place)
+    if manifest is None and names:
         raise UserError(
             where=str(folder),
             found="files without a manifest",
@@ -60,10 +87,11 @@ def begin(folder: Path, kind: str, inputs: dict[str, Any], *, remake: bool) -> d
             remedy="Move them away.",
         )
     if manifest is not None and (manifest["kind"] != kind or manifest["inputs"] != inputs):
-        if not remake and _holds_work(folder):
+        if not remake and any(name != NAME for name in names):
             changes = (
-                "; ".join(differences(manifest["inputs"], inputs))
-                or f"kind {manifest['kind']}, not {kind}"
+                f"format {manifest['kind']}, not {kind}"
+                if manifest["kind"] != kind
+                else "; ".join(differences(manifest["inputs"], inputs))
             )
             raise UserError(
                 where=str(folder),
@@ -71,25 +99,39 @@ def begin(folder: Path, kind: str, inputs: dict[str, Any], *, remake: bool) -> d
                 expected="output of this configuration",
                 remedy=f"Restore the configuration, use another `run:`, or delete {folder} to make it again.",
             )
-        shutil.rmtree(folder)
+        place.clear()
         manifest = None
     if manifest is None:
-        manifest = {"kind": kind, "complete": False, "inputs": inputs, "files": {}, "counts": {}}
-        write_json(folder / NAME, manifest)
+        manifest = _first(place, kind, inputs)
     elif manifest["complete"]:
-        manifest["complete"] = not _missing(folder, manifest)
-    remove_leftovers(folder)
+        manifest["complete"] = not _missing(place, manifest)
+    if not manifest["complete"] and versions() not in manifest.setdefault("made_by", []):
+        manifest = _write(place, {**manifest, "made_by": [*manifest["made_by"], versions()]})
+    place.remove_leftovers()
     return manifest
 
 
-def _holds_work(folder: Path) -> bool:
-    if not folder.exists():
-        return False
-    return any(p.name != NAME and not p.name.startswith(".") for p in folder.iterdir())
+def _first(place: Place, kind: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of an empty output. Of two writers that begin at once the first one's holds."""
+    manifest = {"kind": kind, "complete": False, "inputs": inputs, "files": {}, "counts": {}}
+    place.put_new(NAME, [memoryview(_text({**manifest, "made_by": [versions()]}))])
+    held = read(place)
+    if held is None or (held["kind"], held["inputs"]) != (kind, inputs):
+        changes = differences(held["inputs"], inputs) if held else ["it is gone"]
+        raise UserError(
+            where=str(place),
+            found=f"another writer that began at the same time ({'; '.join(changes)})",
+            expected="one configuration a folder",
+            remedy="Use another `run:` or features.store.",
+        )
+    return held
 
 
 def finish(
-    folder: Path, manifest: dict[str, Any], files: dict[str, dict[str, Any]], counts: dict[str, Any]
+    folder: Path | Place,
+    manifest: dict[str, Any],
+    files: dict[str, dict[str, Any]],
+    counts: dict[str, Any],
 ) -> dict[str, Any]:
     """Mark the output complete; `files` maps names to at least {"sha256", "bytes"}."""
     done = {
@@ -99,17 +141,17 @@ def finish(
         "counts": counts,
         "digest": digest([[name, entry["sha256"]] for name, entry in sorted(files.items())]),
     }
-    write_json(folder / NAME, done)
-    return done
+    return _write(places.at(folder), done)
 
 
-def required(folder: Path, stage: str, inputs: dict[str, Any]) -> dict[str, Any]:
+def required(folder: Path | Place, stage: str, inputs: dict[str, Any]) -> dict[str, Any]:
     """The complete manifest a later stage stands on, made for these inputs and with all its files.
 
     Raises UserError when there is none, or when it belongs to another configuration or data: a
     stage run by itself must not mix what does not belong together.
     """
-    manifest = read(folder)
+    place = places.at(folder)
+    manifest = read(place)
     remedy = f"Run `draftsmith {stage} CONFIG` first."
     if manifest is None or not manifest["complete"]:
         found = "no complete output" if manifest is None else "an unfinished output"
@@ -124,28 +166,37 @@ def required(folder: Path, stage: str, inputs: dict[str, Any]) -> dict[str, Any]
             expected=f"what `{stage}` writes for this configuration and data",
             remedy=f"Restore them, or run `draftsmith {stage} CONFIG` again.",
         )
-    for name in _missing(folder, manifest):
+    for name in _missing(place, manifest):
         raise UserError(
-            where=str(folder / name), found="no such file", expected="a whole output", remedy=remedy
+            where=place.where(name), found="no such file", expected="a whole output", remedy=remedy
         )
     return manifest
 
 
-def _missing(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Files of a complete output that are gone. Raises UserError for one of another size."""
-    missing = []
-    for name, entry in manifest["files"].items():
-        path = folder / name
-        if not path.exists():
-            missing.append(name)
-        elif path.stat().st_size != entry["bytes"]:
-            raise UserError(
-                where=str(path),
-                found=f"{path.stat().st_size} bytes",
-                expected=f"{entry['bytes']}, as it was written",
+def is_there(finished: Callable[[], object]) -> bool:
+    """Whether a stage's `finished` finds its output. Damaged comes through: it is no missing work."""
+    try:
+        finished()
+    except Damaged:
+        raise
+    except UserError:
+        return False
+    return True
+
+
+def _missing(place: Place, manifest: dict[str, Any]) -> list[str]:
+    """Files of a complete output that are gone. Raises Damaged for one of another size."""
+    sizes = place.sizes(manifest["files"])
+    for name, size in sizes.items():
+        expected = manifest["files"][name]["bytes"]
+        if size != expected:
+            raise Damaged(
+                where=place.where(name),
+                found=f"{size} bytes",
+                expected=f"{expected}, as it was written",
                 remedy="The file is damaged: delete it and run the stage that wrote it again.",
             )
-    return missing
+    return [name for name in manifest["files"] if name not in sizes]
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[str]:

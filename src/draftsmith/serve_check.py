@@ -18,6 +18,8 @@ from draftsmith.serving import compare, mismatches
 from draftsmith.serving.client import Answer, Client, connect
 from draftsmith.serving.launch import running
 from draftsmith.target.load import eos_ids, load_target, load_tokenizer, unembed
+from draftsmith.tokenize.rows import places
+from draftsmith.tokenize.template import as_served
 
 DIAGNOSED = 32  # prompts replayed for the diagnosis
 
@@ -152,14 +154,18 @@ def _template(client: Client, cfg: RunConfig, prompts: list[dict[str, Any]]) -> 
         row["sample_id"]: row
         for row in tables.read_rows(prepare.folder(cfg), prepare.finished(cfg))
     }
+    tokenizer, kwargs = load_tokenizer(cfg.target), cfg.tokenize.template_kwargs
     outcomes = set()
     for prompt in prompts[:8]:
-        row = rows[prompt["sample_id"]]
+        row = rows.get(prompt["sample_id"])
+        if row is None:
+            continue  # a later turn's row: behind the target's own answers, which no client sends
+        messages = json.loads(row["messages"])
+        if cfg.tokenize.turns == "all":
+            messages = messages[: next(iter(places(messages, "all")), None)]
         tools = json.loads(row["tools"]) if row["tools"] else None
-        asked = [
-            client.render(json.loads(row["messages"]), tools, kwargs)
-            for kwargs in ({}, cfg.tokenize.template_kwargs)
-        ]
+        messages = as_served(tokenizer, messages, tools, kwargs, where=prepare.place(cfg, row))
+        asked = [client.render(messages, tools, its) for its in ({}, kwargs)]
         if None in asked:
             return "not checked"
         same = [ids == prompt["prompt_ids"] for ids in asked]
@@ -167,7 +173,7 @@ def _template(client: Client, cfg: RunConfig, prompts: list[dict[str, Any]]) -> 
     for worst in ("differs", "same with our variables"):
         if worst in outcomes:
             return worst
-    return "same"
+    return "same" if outcomes else "not checked"
 
 
 def _diagnose(

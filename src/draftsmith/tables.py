@@ -20,12 +20,18 @@ CONVERSATIONS = pa.schema(
         ("answer", pa.string()),
     ]
 )
+SCRATCH = pa.schema(
+    [CONVERSATIONS.field(n) for n in ("origin", "source", "messages", "tools", "answer")]
+)
+"""Conversations before it is known which are kept."""
 ANSWERS = pa.schema(
     [
         ("sample_id", pa.int64()),
         ("prompt_ids", pa.list_(pa.int32())),
         ("answer_ids", pa.list_(pa.int32())),
         ("stop_reason", pa.string()),
+        ("turn", pa.int32()),
+        ("message", pa.string()),
     ]
 )
 TOKENS = pa.schema(
@@ -41,9 +47,13 @@ TOKENS = pa.schema(
 
 def write_table(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> dict[str, Any]:
     """Write rows to one Parquet file; its manifest entry."""
-    table = pa.Table.from_pylist(rows, schema=schema)
+    return write_arrow(path, pa.Table.from_pylist(rows, schema=schema))
+
+
+def write_arrow(path: Path, table: pa.Table) -> dict[str, Any]:
+    """Write a table to one Parquet file; its manifest entry."""
     write_atomic(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
-    return entry(path, len(rows))
+    return entry(path, len(table))
 
 
 def entry(path: Path, num_rows: int | None = None) -> dict[str, Any]:
@@ -51,6 +61,21 @@ def entry(path: Path, num_rows: int | None = None) -> dict[str, Any]:
     if num_rows is None:
         num_rows = pq.read_metadata(path).num_rows
     return {"sha256": file_digest(path), "bytes": path.stat().st_size, "rows": num_rows}
+
+
+def part_name(number: int) -> str:
+    """Name of a part of conversations or tokens."""
+    return f"part-{number:05d}.parquet"
+
+
+def num_rows(manifest: dict[str, Any]) -> int:
+    """Rows of a complete output."""
+    return sum(entry.get("rows", 0) for entry in manifest["files"].values())
+
+
+def read_column(path: Path, name: str) -> list[Any]:
+    """One column of a file."""
+    return pq.read_table(path, columns=[name])[name].to_pylist()
 
 
 def read_rows(folder: Path, manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:

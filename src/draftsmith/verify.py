@@ -16,22 +16,22 @@ from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith import files, manifest
+from draftsmith import files
 from draftsmith.core import FaultFound, UserError
 from draftsmith.serving.client import VLLM, connect
 from draftsmith.serving.launch import running
-from draftsmith.store.shards import StoreReader
+from draftsmith.store.reader import StoreReader
 
 COSINE_ABOVE, ERROR_BELOW = 0.99, 0.05
 """Two bf16 engines agree to about 1% a token; a wrong layer or a lost state is far outside."""
 
 
 def run(
-    store: Path, *, command: str, num_samples: int, wait_s: float, log: Path, as_json: bool
+    store: str, *, command: str, num_samples: int, wait_s: float, log: Path, as_json: bool
 ) -> None:
     """Print the table; FaultFound when a tap disagrees."""
     reader = StoreReader(store)
-    inputs = (manifest.read(store) or {})["inputs"]
+    inputs = reader.manifest["inputs"]
     taps, layers = inputs["taps"], inputs["target"]["num_layers"]
     aux = sorted({a for tap in taps for a in (tap, tap + 1, tap + 2) if 1 <= a < layers})
     chosen = sorted(reader.sample_ids, key=lambda i: files.digest([inputs["seed"], i]))

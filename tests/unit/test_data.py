@@ -11,7 +11,8 @@ from draftsmith import tokenize as tokenize_stage
 from draftsmith.cli import main
 from draftsmith.configfile import load
 from draftsmith.core import UserError
-from draftsmith.tokenize.template import render_chat, render_prompt
+from draftsmith.tokenize.rows import render_chat
+from draftsmith.tokenize.template import render_prompt
 from tiny_models import assets
 
 EOS = [2]  # <|im_end|> of the tiny target

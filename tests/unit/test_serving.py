@@ -1,23 +1,32 @@
 """serve-check's parts: the diagnosis names what was planted, servers are started and stopped whole."""
 
+import json
 import os
+import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from runs import write_config
 from test_drafter import drafter_for, shape
 
-from draftsmith import verify
+from draftsmith import configfile, evaluate, serve_check, verify
+from draftsmith import tokenize as tokenize_stage
+from draftsmith.cli import main
 from draftsmith.core import UserError
+from draftsmith.decode.methods import prompt_of
 from draftsmith.decode.replay import replay
 from draftsmith.drafter.model import ContextCache
 from draftsmith.serving import compare, mismatches
 from draftsmith.serving.client import Answer, connect
 from draftsmith.serving.launch import first_cause, running
-from tiny_models import random_ids
+from draftsmith.target.load import load_tokenizer
+from draftsmith.tokenize.work import ROW_STRIDE
+from tiny_models import assets, random_ids
 
 STATES = {
     layer: torch.randn(400, 64, generator=torch.Generator().manual_seed(layer + 9))
@@ -50,14 +59,15 @@ def written_with(mismatch, seed: int, num_prompt=12, num_tokens=80) -> mismatche
 
 
 def test_each_known_mismatch_is_named():
-    drafter = drafter_for(shape(("full_attention",) * 2, block=5, taps=(1, 3, 5)))
+    drafter = drafter_for(shape(("full_attention",), block=5, taps=(1, 3, 5)))
     known = mismatches.known(drafter, suspects=[0, 7])
     assert len({m.name for m in known}) == len(known) > 12
     for planted in known:
-        texts = [written_with(planted, seed) for seed in range(6)]
+        texts = [written_with(planted, seed, num_tokens=24) for seed in range(2)]
         fits = mismatches.explain(known, texts)
         named = mismatches.verdict(fits)
         assert fits[0]["name"] == planted.name and fits[0]["distance"] == 0
+        assert fits[1]["distance"] > 0, "two that cannot be told apart"
         if planted.name == mismatches.AS_TRAINED:
             assert named is None
         else:
@@ -216,3 +226,53 @@ def test_parity_names_what_a_server_wrote():
     for change, finding in findings:
         for tap in verify.compare(*states_pairs(change)):
             assert finding in tap["finding"] and tap["agrees"] == (finding == "agrees")
+
+
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_a_servers_prompts_are_compared_turn_by_turn(tmp_path, turns):
+    """With a template that drops earlier reasoning every turn has a row of its own."""
+    target = tmp_path / "target"
+    shutil.copytree(assets() / "tiny-hybrid", target)
+    shutil.copy(Path(__file__).parents[1] / "templates/qwen3.jinja", target / "chat_template.jinja")
+    path = write_config(
+        tmp_path,
+        target={"model": str(target)},
+        prepare={"held_out": 0.5},
+        regenerate={"enabled": False},
+        tokenize={"turns": turns, "template_kwargs": {"enable_thinking": False}},
+        evaluate={"max_prompts": 20},
+    )
+    said = [
+        {"role": "user", "content": "First?"},
+        {"role": "assistant", "content": "1.", "reasoning_content": "One."},
+        {"role": "user", "content": "Second?"},
+        {"role": "assistant", "content": "2."},
+    ]
+    chats = [[{**said[0], "content": f"First {i}?"}, *said[1:]] for i in range(12)]
+    lines = [json.dumps({"messages": messages}) + "\n" for messages in chats]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    assert main(["prepare", str(path)]) == 0 and main(["tokenize", str(path)]) == 0
+    cfg = configfile.load(path)
+    samples = evaluate.held_out_prompts(cfg, tokenize_stage.finished(cfg))
+    prompts = [{"sample_id": s.sample_id, "prompt_ids": prompt_of(s)} for s in samples]
+    assert (max(s.sample_id for s in samples) >= ROW_STRIDE) == (turns == "all")
+    tokenizer = load_tokenizer(cfg.target)
+
+    class Server:
+        name = "a server"
+
+        def __init__(self, always):
+            self.always = always
+
+        def render(self, messages, tools, kwargs):
+            text = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **{**self.always, **kwargs}
+            )
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    for always, what in (
+        ({"enable_thinking": False}, "same"),
+        ({}, "same with our variables"),
+        ({"chat_template": "{{ messages[0].content }}"}, "differs"),
+    ):
+        assert serve_check._template(Server(always), cfg, prompts) == what

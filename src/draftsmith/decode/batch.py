@@ -1,4 +1,4 @@
-"""Greedy answers to many prompts at once: left-padded batches that shrink as answers end."""
+"""Answers to many prompts at once, greedy or sampled: left-padded batches that shrink as answers end."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.ends import AnswerEnd, StopReason
 from draftsmith.decode.gdn import own_steps
+from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.session import new_cache
 from draftsmith.target.load import text_decoder
 
@@ -19,10 +20,12 @@ def generate_batch(
     ends: list[AnswerEnd],
     *,
     pad_id: int,
+    sampling: list[Sampling] | None = None,
     on_step: Callable[[], None] = lambda: None,
 ) -> list[tuple[list[int], StopReason]]:
-    """Each prompt's greedy answer (ids, why it ended). Left padding with a mask is exact on the
-    families of docs/hybrids.md; answers may differ from batch-1 ones where two logits nearly tie.
+    """Each prompt's answer (ids, why it ended), drawn as its `sampling` says; None: greedy. Left padding
+    with a mask is exact on the families of docs/hybrids.md; answers may differ from batch-1 ones where
+    two logits nearly tie.
     """
     width = max(len(prompt) for prompt in prompts)
     device = model.device
@@ -47,7 +50,7 @@ def generate_batch(
                 use_cache=True,
                 logits_to_keep=1,
             )
-            tokens = out.logits[:, -1].argmax(-1)
+            tokens = _choose(out.logits[:, -1], [sampling[i] for i in alive] if sampling else [])
             for i, token in zip(alive, tokens.tolist(), strict=True):
                 reason = ends[i].push(token) if i not in reasons else None
                 if reason is not None:
@@ -62,6 +65,15 @@ def generate_batch(
                 rows = torch.tensor(keep, device=device)
                 _select(cache, rows)
                 ids, mask, alive = ids[rows], mask[rows], [alive[row] for row in keep]
+
+
+def _choose(logits_BV: Tensor, sampling: list[Sampling]) -> Tensor:
+    """The next token of each row [B]."""
+    tokens_B = logits_BV.argmax(-1)
+    for row, mine in enumerate(sampling):
+        if not mine.greedy:
+            tokens_B[row] = mine.draw(mine.probabilities(logits_BV[row : row + 1]))[0]
+    return tokens_B
 
 
 def _select(cache, rows: Tensor) -> None:

@@ -1,26 +1,39 @@
-"""The prepare stage: files of conversations -> RUN/data/conversations, exact duplicates dropped,
-split by prompt.
+"""The prepare stage: files of conversations -> RUN/data/conversations: checked, exact duplicates
+dropped, filtered, split by prompt.
 
 The split is a hash of the prompt: the same prompt is always on the same side, whatever else the
-files hold.
+files hold. Records are judged in parallel and pass through once, in order (`Sieve`); what is kept
+goes to a scratch file, and from there, once all shares are known, to parts of PART_ROWS.
 """
 
-import hashlib
 import json
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from draftsmith import manifest as manifests
+from draftsmith import tables
 from draftsmith.config import RunConfig, SourceConfig
 from draftsmith.core import StageResult, UserError
-from draftsmith.files import file_digest
-from draftsmith.monitor.state import stage_report
-from draftsmith.prepare.readers import read_messages
-from draftsmith.tables import CONVERSATIONS, write_table
+from draftsmith.files import disk_errors, file_digest, write_atomic
+from draftsmith.monitor.state import StageReport, stage_report
+from draftsmith.parallel import num_workers, ordered_map
+from draftsmith.prepare import judge as judging
+from draftsmith.prepare.clean import Suites
+from draftsmith.prepare.judge import Judged, Rules, judge, label
+from draftsmith.prepare.records import HUB, Chunk, read_chunks, source_digest
+from draftsmith.prepare.select import LEFT_OUT, Sieve, choose, lines_of, render
 
-ASKED = ("role", "content", "tool_calls", "name", "tool_call_id", "reasoning_content")
-"""What of a message makes it another one; ids and time stamps do not."""
+PART_ROWS = 8192
+SMALL_BYTES = 8 << 20  # below this, starting processes costs more than they save
+LISTS = {"left-out.jsonl": False, "odd.jsonl": True}  # name -> were its records kept
 
 
 def folder(cfg: RunConfig) -> Path:
@@ -29,19 +42,19 @@ def folder(cfg: RunConfig) -> Path:
 
 
 def run(cfg: RunConfig) -> StageResult:
-    """Read, check, drop exact duplicates, split, write."""
+    """Read, check, drop duplicates, filter, split, write."""
     out = folder(cfg)
     with stage_report(cfg.root, "prepare") as report:
-        manifest = manifests.begin(out, "conversations/1", _inputs(cfg), remake=True)
+        manifest = manifests.begin(out, "conversations/2", _inputs(cfg), remake=True)
         if manifest["complete"]:
             return StageResult("prepare", str(out), skipped=True, summary=manifest["counts"])
-        counts: Counter[str] = Counter()
+        for path in out.glob("*.parquet"):
+            path.unlink()  # of a run that was killed: the parts of another pass
         report.working(None, "conversations")
-        rows = _read_all(cfg, counts)
-        rows = _select(rows, cfg, counts)
-        file = write_table(out / "part-00000.parquet", rows, CONVERSATIONS)
-        report.progress(len(rows))
-        manifest = manifests.finish(out, manifest, {"part-00000.parquet": file}, dict(counts))
+        with tempfile.TemporaryDirectory(dir=out, prefix=".pass.", suffix=".tmp") as scratch:
+            files, counts = _two_passes(cfg, Path(scratch), out, report)
+        manifest = manifests.finish(out, manifest, files, counts)
+        print((out / "summary.txt").read_text(), flush=True)
     return StageResult("prepare", str(out), summary=manifest["counts"])
 
 
@@ -51,22 +64,46 @@ def finished(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _inputs(cfg: RunConfig) -> dict[str, Any]:
-    # The path is left out: a file that moves stays the same data.
+    made_from = _made_from(cfg)
     sources = [
-        {
-            "format": source.format,
-            "name": source.name or Path(source.path).stem,
-            "weight": source.weight,
-            "sha256": _source_digest(source),
-        }
-        for source in cfg.prepare.sources
+        _source(source, made_from["sources"][n] if made_from else None)
+        for n, source in enumerate(cfg.prepare.sources)
     ]
+    paths = [Path(path) for path in cfg.prepare.decontaminate]
+    if made_from and paths and not any(path.is_file() for path in paths):
+        suites = made_from["decontaminate"]
+    else:
+        suites = [file_digest(path) for path in paths if path.is_file()]
     return {
-        **cfg.prepare.model_dump(exclude={"sources"}),
+        **cfg.prepare.model_dump(exclude={"sources", "decontaminate", "workers"}),
         "sources": sources,
+        "decontaminate": suites,
         "seed": cfg.seed,
         "regenerate": cfg.regenerate.enabled,
     }
+
+
+def _made_from(cfg: RunConfig) -> dict[str, Any] | None:
+    """What complete conversations of as many sources were made from. Of a run with a mirror, files that
+    are gone (it goes on on another machine) count as unchanged: their text is here.
+    """
+    manifest = manifests.read(folder(cfg))
+    if cfg.mirror is None or manifest is None or not manifest["complete"]:
+        return None
+    inputs = manifest["inputs"]
+    return inputs if len(inputs["sources"]) == len(cfg.prepare.sources) else None
+
+
+def _source(source: SourceConfig, made_from: dict[str, Any] | None) -> dict[str, Any]:
+    # The path is left out: a file that moves stays the same data.
+    said = {
+        **source.model_dump(exclude={"path", "name"}),
+        "name": source.name or label(source),
+    }
+    gone = not source.path.startswith(HUB) and not Path(source.path).exists()
+    if gone and made_from is not None and {**made_from, **said} == made_from:
+        return made_from
+    return {**said, "sha256": source_digest(source)}
 
 
 def place(cfg: RunConfig, row: dict[str, Any]) -> str:
@@ -75,110 +112,143 @@ def place(cfg: RunConfig, row: dict[str, Any]) -> str:
     return f"{cfg.prepare.sources[int(index)].path}:{number}"
 
 
-def _source_digest(source: SourceConfig) -> str:
-    path = Path(source.path)
-    if not path.is_file():
-        raise UserError(
-            where=f"prepare.sources: {path}",
-            found="no such file",
-            expected="a JSONL file of conversations",
-            remedy="Check the path.",
-        )
-    return file_digest(path)
+def _two_passes(
+    cfg: RunConfig, scratch: Path, out: Path, report: StageReport
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The manifest's files and counts."""
+    sieve, forms = Sieve(cfg.prepare), []
+    with disk_errors(scratch):
+        _first_pass(cfg, sieve, forms, scratch, report)
+    totals: Counter[str] = Counter()
+    sides = choose(sieve, totals)
+    files = _second_pass(scratch, out, sides, sieve)
+    totals = sum(sieve.counts.values(), Counter()) + totals
+    counts = {key.replace(" ", "_"): value for key, value in totals.items()}
+    text = render(sieve.counts, forms, {k: v for k, v in counts.items() if "by_cap" in k})
+    write_atomic(out / "summary.txt", lambda path: path.write_text(text))
+    for name in LISTS:
+        if (scratch / name).stat().st_size:
+            (scratch / name).rename(out / name)
+        else:
+            (out / name).unlink(missing_ok=True)
+    for name in ("summary.txt", *LISTS):
+        if (out / name).exists():
+            path = out / name
+            files[name] = {"sha256": file_digest(path), "bytes": path.stat().st_size}
+    return files, counts
 
 
-def _read_all(cfg: RunConfig, counts: Counter[str]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    seen: set[bytes] = set()
+def _first_pass(
+    cfg: RunConfig, sieve: Sieve, forms: list[str], scratch: Path, report: StageReport
+) -> None:
+    sources = cfg.prepare.sources
+    Suites(cfg.prepare.decontaminate)  # a fault in them is better found before workers start
+    rules = Rules(
+        sources=sources,
+        seed=cfg.seed,
+        keep_answers=not cfg.regenerate.enabled,
+        suites=cfg.prepare.decontaminate,
+        near_duplicates=cfg.prepare.near_duplicates is not None,
+        max_line_bytes=cfg.prepare.max_line_bytes,
+    )
+    done = 0
+    lists = {kept: open(scratch / name, "w") for name, kept in LISTS.items()}  # noqa: SIM115
+    chunks = _chunks(cfg, forms)
+    with pq.ParquetWriter(scratch / "all.parquet", tables.SCRATCH, compression="lz4") as writer:
+        for judged in ordered_map(
+            judge, chunks, workers=_workers(cfg), setup=judging.setup, setup_args=(rules,)
+        ):
+            source = sources[judged.source]
+            if judged.bad and cfg.prepare.bad_lines == "refuse":
+                _refuse(source, judged)
+            kept = sieve.pass_on(judged)
+            if kept:
+                writer.write_table(judged.table.take(kept))
+            for was_kept, file in lists.items():
+                for line in lines_of(judged, Path(source.path).name, was_kept):
+                    file.write(json.dumps(line) + "\n")
+            done += judged.num_read
+            report.progress(done)
+    for file in lists.values():
+        file.close()
+
+
+def _workers(cfg: RunConfig) -> int:
+    paths = [Path(source.path) for source in cfg.prepare.sources]
+    local = [path.stat().st_size for path in paths if path.is_file()]
+    small = len(local) == len(paths) and sum(local) < SMALL_BYTES
+    return 1 if small and cfg.prepare.workers == "auto" else num_workers(cfg.prepare.workers)
+
+
+def _chunks(cfg: RunConfig, forms: list[str]) -> Iterator[Chunk]:
     for index, source in enumerate(cfg.prepare.sources):
-        path = Path(source.path)
-        for number, row in read_messages(path):
-            counts["read"] += 1
-            messages, answer = _split_answer(
-                row["messages"], f"{path}:{number}", keep=not cfg.regenerate.enabled
-            )
-            question = [[m.get(key) for key in ASKED] for m in messages]
-            asked = hashlib.sha256(f"{cfg.seed}\0{json.dumps(question, sort_keys=True)}".encode())
-            key = (
-                asked.digest()
-            )  # of the messages alone: a question is on one side whatever its tools
-            said = [answer.get(key) for key in ASKED] if answer else None
-            asked.update(json.dumps([row["tools"], said], sort_keys=True).encode())
-            whole = asked.digest()
-            if whole in seen:
-                counts["duplicates"] += 1
-                continue
-            seen.add(whole)
-            share = int.from_bytes(key[:8], "big") / 2**64
-            if int.from_bytes(key[8:16], "big") / 2**64 >= source.weight:
-                counts["left_out_by_weight"] += 1
-                continue
-            rows.append(
-                {
-                    "sample_id": -1,
-                    "origin": f"{index}:{number}",
-                    "source": source.name or row["source"] or path.stem,
-                    "split": "held_out" if share < cfg.prepare.held_out else "train",
-                    "share": share,
-                    "messages": json.dumps(messages),
-                    "tools": json.dumps(row["tools"]) if row.get("tools") else None,
-                    "answer": json.dumps(answer) if answer else None,
-                }
-            )
-    return rows
-
-
-def _split_answer(
-    messages: list[dict[str, Any]], where: str, *, keep: bool
-) -> tuple[list[dict[str, Any]], dict | None]:
-    """(prompt, final answer). A final answer is dropped when the target will write its own."""
-    last = messages[-1]["role"]
-    if last == "assistant":
-        if len(messages) == 1:
+        form = source.format
+        empty = True
+        for chunk in read_chunks(source, index, cfg.prepare.max_line_bytes):
+            if form == "auto":
+                form = judging.first_form(chunk)
+                forms.append(f"{Path(source.path).name}: {form}, guessed from its first record")
+            elif empty:
+                forms.append(f"{Path(source.path).name}: {form}")
+            empty = False
+            yield replace(chunk, form=form)
+        if empty:
             raise UserError(
-                where=where,
-                found="an answer without a question",
-                expected="a user message first",
-                remedy="Mend or delete the line.",
+                where=f"{source.path}:1",
+                found="an empty file",
+                expected="one JSON object a line",
+                remedy="Check the file, or leave it out of prepare.sources.",
             )
-        return messages[:-1], messages[-1] if keep else None
-    if keep:
-        raise UserError(
-            where=where,
-            found=f"a conversation that ends with role '{last}'",
-            expected="an assistant's answer, since regenerate.enabled is false",
-            remedy="Set regenerate.enabled: true, or delete the line.",
-        )
-    return messages, None
 
 
-def _select(
-    rows: list[dict[str, Any]], cfg: RunConfig, counts: Counter[str]
-) -> list[dict[str, Any]]:
-    """Apply the caps, by hash; make sure there is a held-out prompt when a share was asked for;
-    number the samples.
-    """
-    if cfg.prepare.held_out and rows and not any(row["split"] == "held_out" for row in rows):
-        lowest = min(row["share"] for row in rows)
-        for row in rows:
-            if row["share"] == lowest:
-                row["split"] = "held_out"
-    for split, cap in (("train", cfg.prepare.max_samples), ("held_out", cfg.prepare.max_held_out)):
-        mine = [row for row in rows if row["split"] == split]
-        if cap is not None and len(mine) > cap:
-            dropped = {id(row) for row in sorted(mine, key=lambda row: row["share"])[cap:]}
-            rows = [row for row in rows if id(row) not in dropped]
-            counts[f"left_out_by_cap_{split}"] = len(dropped)
-    for split in ("train", "held_out"):
-        counts[split] = sum(row["split"] == split for row in rows)
-    if not counts["train"]:
-        raise UserError(
-            where="prepare.sources",
-            found="no conversation for training",
-            expected="at least one",
-            remedy="Add data, or lower prepare.held_out.",
-        )
-    for number, row in enumerate(rows):
-        row["sample_id"] = number
-        del row["share"]
-    return rows
+def _refuse(source: SourceConfig, judged: Judged) -> None:
+    number, bad = judged.bad[0]
+    what = "record" if source.path.startswith(HUB) else "line"
+    raise UserError(
+        where=f"{source.path}:{number}",
+        found=bad.found,
+        expected=bad.expected,
+        remedy=f"Mend or delete the {what}, or set prepare.bad_lines: skip.",
+    )
+
+
+def _second_pass(
+    scratch: Path, out: Path, sides: np.ndarray, sieve: Sieve
+) -> dict[str, dict[str, Any]]:
+    """Write what is kept, numbered, in parts; count it by source."""
+    files: dict[str, dict[str, Any]] = {}
+    waiting: list[pa.Table] = []
+    at = number = rows = 0
+
+    def flush(size: int) -> None:
+        nonlocal waiting, rows
+        table = pa.concat_tables(waiting)
+        name = tables.part_name(len(files))
+        files[name] = tables.write_arrow(out / name, table.slice(0, size).combine_chunks())
+        waiting, rows = [table.slice(size)], rows - size
+
+    for batch in pq.ParquetFile(scratch / "all.parquet").iter_batches(2048):
+        mine = sides[at : at + len(batch)]
+        at += len(batch)
+        kept = np.flatnonzero(mine != LEFT_OUT)
+        if not len(kept):
+            continue
+        table = _numbered(pa.table(batch).take(kept), mine[kept], number)
+        for name, split in zip(
+            table["source"].to_pylist(), table["split"].to_pylist(), strict=True
+        ):
+            sieve.counts[name][split] += 1
+        number, rows = number + len(kept), rows + len(kept)
+        waiting.append(table)
+        while rows >= PART_ROWS:
+            flush(PART_ROWS)
+    if rows:
+        flush(rows)
+    return files
+
+
+def _numbered(table: pa.Table, sides: np.ndarray, first: int) -> pa.Table:
+    split = pa.array(np.where(sides == 1, "held_out", "train").tolist(), pa.string())
+    ids = pa.array(np.arange(first, first + len(table), dtype=np.int64))
+    columns = {"sample_id": ids, "split": split, **{n: table[n] for n in table.column_names}}
+    return pa.table({n: columns[n] for n in tables.CONVERSATIONS.names}, tables.CONVERSATIONS)

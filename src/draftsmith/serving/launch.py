@@ -22,63 +22,94 @@ CAUSE = re.compile(r"\b(\w*(Error|Exception)): .+|CUDA out of memory.*|No space 
 ECHO = re.compile(r"See (root cause|stack trace)|Engine core initialization failed|EngineDeadError")
 
 
+class Launched:
+    """A server that runs on this machine. `options` and a free port are added to the command."""
+
+    def __init__(self, command: str, options: list[str], log: Path, *, where: str) -> None:
+        port = _free_port()
+        self.args = [*shlex.split(command), *options, "--port", str(port)]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log, self.where = log, where
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("")
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen:
+        with open(self.log, "a") as out:
+            out.write(shlex.join(self.args) + "\n")
+            out.flush()
+            try:
+                return subprocess.Popen(
+                    self.args, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            except OSError as error:
+                raise UserError(
+                    where=self.where,
+                    found=f"{self.args[0]}, which does not start ({error.strerror})",
+                    expected="a command that serves the target",
+                    remedy="Try it in a shell.",
+                ) from None
+
+    def alive(self) -> bool:
+        """Whether the process that was started still runs."""
+        return self._process.poll() is None
+
+    def revive(self, wait_s: float) -> None:
+        """Start it again, on the same port, and wait until it answers."""
+        self.stop()  # what its process left behind
+        self._process = self._start()
+        self.wait(wait_s)
+
+    def wait(self, wait_s: float) -> None:
+        """Return once it answers. Raises UserError with the first cause in its log when it does not."""
+        begun = said = time.monotonic()
+        while not _answers(self.url):
+            code = self._process.poll()
+            if code is not None:
+                raise UserError(
+                    where=self.where,
+                    found=f"a server that ended with exit code {code}: {first_cause(self.log)}",
+                    expected="one that comes up",
+                    remedy=f"Its log: {self.log}",
+                )
+            now = time.monotonic()
+            if now - begun > wait_s:
+                raise UserError(
+                    where=self.where,
+                    found=f"a server that does not answer after {wait_s:.0f} s",
+                    expected=f"{self.url}/health to answer 200",
+                    remedy=f"Its log: {self.log}. Give it longer if it is still loading.",
+                )
+            if now - said > 20:
+                said = now
+                print(f"waiting for the server, {now - begun:.0f} s ({self.log})", flush=True)
+            time.sleep(1)
+
+    def stop(self) -> None:
+        """End it with all its processes."""
+        _stop(self._process)
+
+
 @contextlib.contextmanager
-def running(command: str, options: list[str], log: Path, *, wait_s: float) -> Iterator[str]:
-    """The server's URL while the block lasts. `command` starts it on this machine; `options` and a
-    free port are added. Raises UserError with the first cause in its log when it does not come up.
-    """
-    port = _free_port()
-    args = [*shlex.split(command), *options, "--port", str(port)]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "w") as out:
-        out.write(shlex.join(args) + "\n")
-        out.flush()
-        try:
-            process = subprocess.Popen(
-                args, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        except OSError as error:
-            raise UserError(
-                where="--command",
-                found=f"{args[0]}, which does not start ({error.strerror})",
-                expected="a command that serves the target",
-                remedy="Try it in a shell.",
-            ) from None
-    url = f"http://127.0.0.1:{port}"
+def running(
+    command: str, options: list[str], log: Path, *, wait_s: float, where: str = "--command"
+) -> Iterator[str]:
+    """The server's URL while the block lasts. Raises UserError when it does not come up."""
+    server = Launched(command, options, log, where=where)
     try:
-        _wait(process, url, log, wait_s)
-        yield url
+        server.wait(wait_s)
+        yield server.url
     finally:
-        _stop(process)
+        server.stop()
 
 
-def _wait(process: subprocess.Popen, url: str, log: Path, wait_s: float) -> None:
-    begun = time.monotonic()
-    said = begun
-    while True:
-        code = process.poll()
-        if code is not None:
-            raise UserError(
-                where="--command",
-                found=f"a server that ended with exit code {code}: {first_cause(log)}",
-                expected="one that comes up",
-                remedy=f"Its log: {log}",
-            )
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        now = time.monotonic()
-        if now - begun > wait_s:
-            raise UserError(
-                where="--command",
-                found=f"a server that does not answer after {wait_s:.0f} s",
-                expected=f"{url}/health to answer 200",
-                remedy=f"Its log: {log}. Raise --wait if it is still loading.",
-            )
-        if now - said > 20:
-            said = now
-            print(f"waiting for the server, {now - begun:.0f} s ({log})", flush=True)
-        time.sleep(1)
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        code = httpx.get(f"{url}/health", timeout=5).status_code
+        if code == 404:  # a server without a health check
+            code = httpx.get(f"{url}/v1/models", timeout=5).status_code
+        return code == 200
+    return False
 
 
 def first_cause(log: Path) -> str:
