@@ -52,7 +52,7 @@ def run(store: str, out: Path, *, fp8: bool) -> None:
 
 def _save_data_set(folder: Path, rows: list[dict]) -> None:
     try:
-        from datasets import Dataset
+        from datasets import Dataset  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError(
             where="export-features",

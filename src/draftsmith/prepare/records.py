@@ -218,7 +218,7 @@ def _hub_digest(source: SourceConfig) -> str:
 
 def _hub_tables(source: SourceConfig) -> Iterator[pa.Table]:
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError(
             where=f"prepare.sources: {source.path}",
