@@ -1,5 +1,6 @@
 # make demo · make test · make lint: each builds .venv by pip with constraints.txt
 PYTHON ?= python3
+TEST_WORKERS ?= 2
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint format install install-gguf clean
@@ -8,7 +9,7 @@ demo: .venv/installed
 	.venv/bin/draftsmith demo
 
 test: .venv/installed-test
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed-lint
 	.venv/bin/ruff check src tests recipes

@@ -92,9 +92,11 @@ def use(monkeypatch: pytest.MonkeyPatch, url: str, patience_s: float = 30) -> No
 
 
 class Busy:
-    """A proxy that answers 503 to two requests of three, and forwards the third."""
+    """A proxy that does not serve two requests of three, and forwards the third. `how`: 503 answers
+    so; cut hangs up in the middle of the request; slow serves all, `wait_s` later.
+    """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, how: str = "503", wait_s: float = 0.2) -> None:
         upstream, outer = urlsplit(url).netloc, self
         self.refused = self.served = 0
 
@@ -102,9 +104,17 @@ class Busy:
             protocol_version = "HTTP/1.1"
 
             def _any(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                if (outer.refused + outer.served) % 3 != 2:
-                    outer.refused += 1
+                size = int(self.headers.get("Content-Length", 0))
+                refuse = how != "slow" and (outer.refused + outer.served) % 3 != 2
+                outer.refused += refuse
+                if refuse and how == "cut":
+                    self.rfile.read(size // 2)
+                    self.close_connection = True
+                    return
+                body = self.rfile.read(size)
+                if how == "slow":
+                    time.sleep(wait_s)
+                if refuse:
                     self.send_response(503)
                     self.send_header("Content-Length", "0")
                     self.end_headers()

@@ -8,8 +8,9 @@ a key, the instance's role.
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,9 +19,15 @@ from obstore import exceptions as failures
 from obstore.store import S3Store
 
 from draftsmith.core import Damaged, UserError
+from draftsmith.s3_errors import FAILURES, explain, is_missing, passing
 
-FAILURES = (failures.BaseError, OSError)  # some of obstore's are Python's own
-MAX_PUT_BYTES = 5 * 10**9  # S3's own limit for one create-only put
+MAX_NEW_BYTES = 5 * 10**9  # S3's own limit for a copy in one piece
+PART_BYTES, PARTS_AT_ONCE = 32 << 20, 4
+MOST_PARTS = 9_000  # S3 takes 10,000
+LARGE_BYTES = 2 * PART_BYTES
+"""Larger objects go in parts, so that a broken connection costs one part, and several flow at once."""
+LEFT_AFTER = timedelta(days=1)
+"""An object that a writer put aside and that is older was left by one that died."""
 PATIENCE_S = 120.0
 """How long a server may be away: reads and writes are tried again with growing pauses."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -41,10 +48,12 @@ class Bucket:
             self.bucket,
             prefix=self.prefix or None,
             region=region or "us-east-1",
-            # a shard of 1 GiB may take minutes; a server that is gone shows at the connection
+            disable_bulk_delete=True,  # not every server knows it
+            copy_if_not_exists="multipart",  # S3 completes an upload, not a copy, create-only
+            # a request carries at most LARGE_BYTES; a server that is gone shows at the connection
             client_options={
                 "allow_http": bool(endpoint and endpoint.startswith("http://")),
-                "timeout": timedelta(minutes=20),
+                "timeout": timedelta(minutes=5),
                 "connect_timeout": timedelta(seconds=10),
             },
             retry_config={
@@ -67,18 +76,18 @@ class Bucket:
         return f"{self.uri}/{name}"
 
     def names(self) -> list[str]:
-        """Every object below the prefix."""
-        with self._explained(self.uri):
-            pages = obstore.list(self._store, chunk_size=1000)
-            return sorted(self._name(entry["path"]) for page in pages for entry in page)
+        """Every object below the prefix; hidden ones are writers' own."""
+        return sorted(name for name in self._listed() if not _is_hidden(name))
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         """Bytes of those of the named objects that exist; one listing, however many."""
         wanted = set(names)
+        return {name: it["size"] for name, it in self._listed().items() if name in wanted}
+
+    def _listed(self) -> dict[str, Any]:
         with self._explained(self.uri):
             pages = obstore.list(self._store, chunk_size=1000)
-            found = {self._name(entry["path"]): entry["size"] for page in pages for entry in page}
-        return {name: size for name, size in found.items() if name in wanted}
+            return {self._name(entry["path"]): entry for page in pages for entry in page}
 
     def _name(self, path: str) -> str:
         return path.removeprefix(f"{self.prefix}/") if self.prefix else path
@@ -91,13 +100,13 @@ class Bucket:
 
     def read_into(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` with the object's bytes from `start`. Raises Damaged when they are not there."""
-        if not len(out):
-            return
-        with self._explained(self.where(name)):
-            got = obstore.get_range(self._store, name, start=start, length=len(out))
-        if len(got) != len(out):
-            raise Damaged.file(self.where(name), f"no byte {start + len(got)}")
-        out[:] = memoryview(got)
+        for begin in range(0, len(out), LARGE_BYTES):
+            piece = out[begin : begin + LARGE_BYTES]
+            with self._explained(self.where(name)):
+                got = obstore.get_range(self._store, name, start=start + begin, length=len(piece))
+            if len(got) != len(piece):
+                raise Damaged.file(self.where(name), f"no byte {start + begin + len(got)}")
+            piece[:] = memoryview(got)
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytearray]:
         """The bytes start:end of each range; near ones share a request."""
@@ -114,34 +123,94 @@ class Bucket:
         return out
 
     def put_new(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Write an object unless another writer was first (If-None-Match: *)."""
+        """Write an object unless another writer was first; it appears whole."""
         size = sum(map(len, parts))
-        if size > MAX_PUT_BYTES:
+        if size > MAX_NEW_BYTES:
             raise UserError(
                 where=self.where(name),
                 found=f"{size / 1e9:.1f} GB in one file",
-                expected=f"at most {MAX_PUT_BYTES / 1e9:.0f} GB on S3",
+                expected=f"at most {MAX_NEW_BYTES / 1e9:.0f} GB on S3",
                 remedy="Lower extract.shard_bytes.",
             )
-        self._put(name, b"".join(parts), "create")
+        if size > LARGE_BYTES:
+            self._patiently(name, lambda: self._put_large(name, parts), again=is_missing)
+        else:
+            self._put(name, b"".join(parts), "create")
+
+    def _put_large(self, name: str, parts: Sequence[memoryview]) -> None:
+        """In parts to a hidden object, which is then copied create-only: S3 has no one request for
+        both, and only the completion of an upload can ask for that (If-None-Match).
+        """
+        if self._exists(name):
+            return
+        folder, slash, file = name.rpartition("/")
+        aside = f"{folder}{slash}.{file}.{uuid.uuid4().hex[:12]}.tmp"
+        try:
+            obstore.put(
+                self._store,
+                aside,
+                iter(parts),
+                chunk_size=PART_BYTES,
+                max_concurrency=PARTS_AT_ONCE,
+            )
+            obstore.copy(self._store, aside, name, overwrite=False)
+        finally:
+            with contextlib.suppress(*FAILURES):  # else remove_leftovers() will
+                obstore.delete(self._store, aside)
+
+    def _exists(self, name: str) -> bool:
+        with self._explained(self.where(name), missing_is_none=True):
+            obstore.head(self._store, name)
+            return True
+        return False
 
     def replace(self, name: str, data: bytes) -> None:
         """Write an object, or what it holds anew."""
         self._put(name, data, "overwrite")
 
+    def replace_large(self, name: str, chunks: Callable[[], Iterator[bytes]], size: int) -> None:
+        """The same for `size` bytes that are read while they are sent; `chunks` begins anew when the
+        put must be repeated. Its own errors come through.
+        """
+        if size <= LARGE_BYTES:
+            self.replace(name, b"".join(chunks()))
+            return
+
+        def put() -> None:
+            obstore.put(
+                self._store,
+                name,
+                chunks(),
+                chunk_size=max(PART_BYTES, size // MOST_PARTS),
+                max_concurrency=PARTS_AT_ONCE,
+            )
+
+        self._patiently(name, put, again=is_missing)
+
     def _put(self, name: str, data: bytes, mode: Any) -> None:
+        self._patiently(
+            name, lambda: obstore.put(self._store, name, data, mode=mode, use_multipart=False)
+        )
+
+    def _patiently(
+        self,
+        name: str,
+        put: Callable[[], object],
+        again: Callable[[Exception], bool] = lambda error: False,
+    ) -> None:
         """Try until the server answers or patience ends: obstore itself repeats no create-only put
-        whose connection broke.
+        whose connection broke. `again`: other failures that pass (a server that was started anew has
+        forgotten the parts it had).
         """
         end, pause = time.monotonic() + self._patience_s, 0.2
         while True:
             try:
-                obstore.put(self._store, name, data, mode=mode, use_multipart=False)
+                put()
                 return
             except failures.AlreadyExistsError:
                 return  # another writer's, or ours: the answer to it was lost
             except FAILURES as error:
-                if not _passing(error) or time.monotonic() > end:
+                if not (passing(error) or again(error)) or time.monotonic() > end:
                     with self._explained(self.where(name)):
                         raise
             time.sleep(pause)
@@ -149,12 +218,25 @@ class Bucket:
 
     def clear(self) -> None:
         """Delete everything below the prefix."""
-        names = self.names()
-        with self._explained(self.uri):
-            obstore.delete(self._store, names)
+        self.delete(list(self._listed()))
+
+    def delete(self, names: list[str]) -> None:
+        """Delete these objects; one that is gone already is no fault."""
+        if names:
+            with self._explained(self.uri):
+                obstore.delete(self._store, names)
 
     def remove_leftovers(self) -> None:
-        """Nothing is ever left aside: a put appears whole or not at all."""
+        """Delete what writers that died put aside."""
+        now = datetime.now(UTC)
+        self.delete(
+            [
+                name
+                for name, entry in self._listed().items()
+                if _is_hidden(name) and name.endswith(".tmp")
+                if now - entry["last_modified"] > LEFT_AFTER
+            ]
+        )
 
     def free_bytes(self) -> int | None:
         """A bucket has no end that it tells."""
@@ -166,59 +248,10 @@ class Bucket:
         try:
             yield
         except FAILURES as error:
-            if missing_is_none and _is_missing(error):
+            if missing_is_none and is_missing(error):
                 return
-            raise _explain(error, where, self.bucket) from error
+            raise explain(error, where, self.bucket) from error
 
 
-def _is_missing(error: Exception) -> bool:
-    no_object = isinstance(error, failures.NotFoundError | FileNotFoundError)
-    return no_object and "NoSuchBucket" not in str(error)
-
-
-def _passing(error: Exception) -> bool:
-    """Whether trying again may help: no answer, or a server's own failure."""
-    if not isinstance(error, failures.GenericError):
-        return False
-    return "status 4" not in str(error) and "status: 4" not in str(error)
-
-
-SAID = (
-    # words of the answer; what they mean; what to do
-    ("NoSuchBucket", "no such bucket", "Create the bucket, or correct features.store."),
-    ("InvalidAccessKeyId", "an unknown access key", "Correct AWS_ACCESS_KEY_ID."),
-    ("SignatureDoesNotMatch", "a wrong signature", "Correct AWS_SECRET_ACCESS_KEY."),
-    ("InvalidSignature", "a wrong signature", "Correct AWS_SECRET_ACCESS_KEY."),
-    ("ExpiredToken", "expired credentials", "Renew the session's credentials."),
-    ("PermanentRedirect", "a bucket of another region", "Set AWS_REGION to the bucket's."),
-    ("AuthorizationHeaderMalformed", "another region", "Set AWS_REGION to the bucket's."),
-    ("169.254", "no credentials", "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."),
-)
-
-
-def _explain(error: Exception, where: str, bucket: str) -> UserError:
-    text = " ".join(str(error).partition("Debug source")[0].split())
-    for words, meaning, remedy in SAID:
-        if words in text:
-            return UserError(
-                where=where,
-                found=f"{meaning} ({bucket})",
-                expected="a bucket that these credentials may use",
-                remedy=remedy,
-            )
-    if _is_missing(error):
-        return Damaged.file(where, "no such object")
-    if isinstance(error, failures.PermissionDeniedError | failures.UnauthenticatedError):
-        return UserError(
-            where=where,
-            found=f"access denied ({text[:200]})",
-            expected="a key that may list, read and write there",
-            remedy="Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the bucket's policy.",
-        )
-    return UserError(
-        where=where,
-        found=f"no usable answer from the object store ({text[:300]})",
-        expected="an S3 server",
-        remedy="Check AWS_ENDPOINT_URL, AWS_REGION and the network; the same command goes on from "
-        "what is stored.",
-    )
+def _is_hidden(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(".")

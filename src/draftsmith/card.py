@@ -68,10 +68,12 @@ def render(
     info: TargetInfo,
     shape: DrafterShape,
     counts: dict[str, Any],
-    steps: int,
+    trained: dict[str, Any],
     report: dict[str, Any] | None,
 ) -> str:
-    """README.md. `counts` are the token stage's; `report` is evaluate's report.json, if there is one."""
+    """README.md. `counts` are the token stage's, `trained` the train stage's; `report` is evaluate's
+    report.json, if there is one.
+    """
     mixed = len(set(shape.layer_types)) > 1
     sources = ", ".join(f"{Path(source.path).name}" for source in cfg.prepare.sources)
     whose = (
@@ -92,8 +94,8 @@ def render(
         num_drafts=shape.block_size - 1,
         mask_token_id=shape.mask_token_id,
         data=f"{counts.get('train', 0):,} conversations from {sources}; {whose}; "
-        f"{counts.get('supervised_tokens', 0):,} supervised tokens",
-        steps=f"{steps:,}",
+        f"{counts.get('supervised_tokens', 0):,} supervised tokens{_stored(counts, trained)}",
+        steps=f"{trained['steps']:,}",
         recipe=f"{train.tokens_per_step} tokens each, {train.epochs} epochs, AdamW {train.lr}, "
         f"{train.anchors_per_sample} anchors a sample, gamma {train.gamma}, seed {cfg.seed}"
         + (f"; started from {cfg.drafter.init_from}" if cfg.drafter.init_from else ""),
@@ -103,6 +105,12 @@ def render(
         thinking=_template_note(cfg.tokenize.template_kwargs),
         measured=_table(report) if report else "Not measured.",
     )
+
+
+def _stored(counts: dict[str, Any], trained: dict[str, Any]) -> str:
+    """With features.max_bytes, fewer samples were learnt from."""
+    used, of = trained["samples"], counts.get("train", 0)
+    return "" if used == of else f"; of these, the {used:,} conversations whose features were kept"
 
 
 def _template_note(template_kwargs: dict[str, Any]) -> str:

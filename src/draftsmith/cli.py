@@ -7,6 +7,7 @@ Exit codes: 0 good, 1 failed or a fault found, 2 wrong use, 3 stalled, 4 stopped
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,16 @@ def _dispatch(args: list[str]) -> int:
     status = commands.add_parser("status", help="one line: state, stage, progress, ETA")
     status.add_argument("run", type=Path, help="the run's folder")
     status.add_argument("--json", action="store_true", help="state.json, as it holds now")
+    _add_plan(commands)
     _add_inspect(commands)
     _add_server_commands(commands)
     _add_bench(commands)
+    export = commands.add_parser(
+        "export-features", help="a feature store as the data folder of `speculators train`"
+    )
+    export.add_argument("store", help="RUN/features, a folder, or s3://bucket/prefix")
+    export.add_argument("out", type=Path, help="a new folder")
+    export.add_argument("--fp8", action="store_true", help="8-bit files, as hs-connectors writes")
     known, rest = parser.parse_known_args(args)
     if known.command == "serve-check":
         _no_more(parser, rest)
@@ -82,6 +90,14 @@ def _dispatch(args: list[str]) -> int:
     if known.command == "status":
         _no_more(parser, rest)
         return _status(known.run, known.json)
+    if known.command == "export-features":
+        _no_more(parser, rest)
+        from draftsmith import export_features
+
+        export_features.run(known.store, known.out, fp8=known.fp8)
+        return GOOD
+    if known.command == "plan":
+        return _plan(known, rest)
     if known.command == "demo":
         from draftsmith import demo as demo_module
 
@@ -92,18 +108,57 @@ def _dispatch(args: list[str]) -> int:
     if known.help or (not paths and not overrides):
         return _config_help(known.command, asked=known.help)
     if len(paths) != 1:
-        raise UserError(
-            where="command line",
-            found=" and ".join(map(repr, paths)) or "no configuration",
-            expected=f"draftsmith {known.command} CONFIG [--section.key VALUE ...]",
-            remedy=f"`draftsmith {known.command} --help` lists the keys.",
-        )
+        raise _one_config(known.command, paths)
     from draftsmith import configfile
 
     cfg = configfile.load(Path(paths[0]), overrides)  # a typo is told before torch is imported
     from draftsmith import pipeline
 
     pipeline.run(cfg, None if known.command == "run" else [known.command])
+    return GOOD
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        allow_abbrev=False,
+        help="bytes, hours and GPU memory of each stage, and the feature source that auto takes",
+    )
+    plan.add_argument(
+        "--samples", type=_amount, metavar="N", help="such as 913K; default: the run's"
+    )
+    plan.add_argument("--tokens", type=_amount, metavar="N", help="of all samples, such as 913M")
+    plan.add_argument("--gpus", type=_count, metavar="N", help="default: those here; 0: the CPU")
+    plan.add_argument("--gpu-memory", type=_amount, metavar="BYTES", help="of one, such as 96GB")
+    plan.add_argument("--disk", type=_amount, metavar="BYTES", help="free for features")
+    plan.add_argument("--rates", type=Path, metavar="FILE", help="measured rates; docs/plan.md")
+    plan.add_argument(
+        "--target",
+        metavar="NAME",
+        help="a folder with its config.json, or the built-in qwen3.6-27b",
+    )
+    plan.add_argument("--json", action="store_true")
+
+
+def _plan(known: argparse.Namespace, rest: list[str]) -> int:
+    from draftsmith import configfile
+
+    paths, overrides = _split(rest)
+    if len(paths) != 1:
+        raise _one_config("plan", paths)
+    cfg = configfile.load(Path(paths[0]), overrides)
+    from draftsmith import plan
+
+    asked = plan.Asked(
+        samples=known.samples,
+        tokens=known.tokens,
+        gpus=known.gpus,
+        gpu_memory_bytes=known.gpu_memory,
+        disk_bytes=known.disk,
+        rates=known.rates,
+        target=known.target,
+    )
+    plan.run(cfg, asked, as_json=known.json)
     return GOOD
 
 
@@ -174,11 +229,39 @@ def _add_bench(commands: Any) -> None:
     store.add_argument("--hidden", type=_count, default=4096, help="width of synthetic states")
     store.add_argument("--taps", type=_count, default=5, help="of synthetic states")
     store.add_argument("--states", type=Path, metavar="SHARD", help="real states, codec none")
+    store.add_argument("--repeats", type=_count, default=3, help="medians of so many rounds")
+    store.add_argument("--rates", type=Path, metavar="FILE", help="also for `plan --rates`")
     store.add_argument("--json", action="store_true")
+    extract = kinds.add_parser(
+        "extract", help="a random target's features, beside its products alone"
+    )
+    extract.add_argument(
+        "--model", default="qwen3.6-27b", help="built in, config.json, folder or id"
+    )
+    extract.add_argument("--taps", type=_count, nargs="*", help="0-based; default: auto")
+    extract.add_argument("--median", type=_count, default=400, help="tokens of a sample")
+    extract.add_argument("--sigma", type=float, default=0.8, help="of the lengths' logarithm")
+    extract.add_argument("--longest", type=_count, default=8192, help="tokens of a sample")
+    extract.add_argument("--row-tokens", type=_count, default=16384)
+    extract.add_argument("--num-rows", type=_count, default=16)
+    extract.add_argument("--rows", choices=["auto", "packed", "padded"], default="auto")
+    extract.add_argument("--codec", choices=["none", "lossless", "fp8"], default="none")
+    extract.add_argument("--folder", type=Path, default=Path(), help="where shards are written")
+    extract.add_argument("--shard-bytes", type=_count, default=1 << 30)
+    extract.add_argument("--memory-gib", type=float, help="cap of the GPU allocator")
+    extract.add_argument("--json", action="store_true")
 
 
 def _bench(known: argparse.Namespace) -> int:
-    from draftsmith import bench_store
+    if known.bench == "extract":
+        from draftsmith.bench import extract
+
+        options = {
+            k: v for k, v in vars(known).items() if k not in ("command", "bench", "json", "help")
+        }
+        extract.run(**options, as_json=known.json)
+        return GOOD
+    from draftsmith.bench import store as bench_store
 
     bench_store.run(
         known.folder,
@@ -186,6 +269,8 @@ def _bench(known: argparse.Namespace) -> int:
         hidden=known.hidden,
         taps=known.taps,
         states=known.states,
+        repeats=known.repeats,
+        rates=known.rates,
         as_json=known.json,
     )
     return GOOD
@@ -243,6 +328,26 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no count")
     return int(text)
+
+
+def _amount(text: str) -> int:
+    """A count or a size: 913K, 1.5e9, 96GB."""
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([kMGBT]?)B?", text.replace("K", "k"))
+    try:
+        assert found is not None and float(found[1]) > 0, "not an amount"
+    except (AssertionError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 913K or 96GB") from None
+    powers = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+    return round(float(found[1]) * powers[found[2]])
+
+
+def _one_config(command: str, paths: list[str]) -> UserError:
+    return UserError(
+        where="command line",
+        found=" and ".join(map(repr, paths)) or "no configuration",
+        expected=f"draftsmith {command} CONFIG [--section.key VALUE ...]",
+        remedy=f"`draftsmith {command} --help` lists the keys.",
+    )
 
 
 def _no_more(parser: argparse.ArgumentParser, rest: list[str]) -> None:

@@ -24,6 +24,9 @@ Codec = Literal["none", "lossless", "fp8"]
 Method = Literal["ar", "lookup", "chain", "tree", "untrained", "shuffled"]
 
 
+S3_ADDRESS = r"s3://[a-z0-9][a-z0-9.-]+[a-z0-9](/.*)?"
+
+
 def _greedy(temperature: float) -> float:
     if temperature != 0:
         raise ValueError("0.0: this version decodes greedily")
@@ -48,7 +51,7 @@ class TargetConfig(_Model):
     """Compute dtype of the target."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU when there is one."""
-    gpus_per_replica: Literal[1] = 1
+    gpus_per_replica: Annotated[int, Field(ge=1)] = 1
     """GPUs that hold one copy of the target."""
 
 
@@ -206,8 +209,8 @@ class FeaturesConfig(_Model):
     """Also keep the last layer's output before the final norm, or the target's argmax."""
     store: str | None = None
     """Where the store is: a folder or s3://bucket/prefix; null: RUN/features."""
-    max_bytes: None = None
-    """Bound on the store's size; not in this version."""
+    max_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Bound on the store's size: what fits is a random share of the samples, and training uses those."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the stored states."""
 
@@ -230,14 +233,35 @@ class FeaturesConfig(_Model):
     def _known_place(cls, store: str | None) -> str | None:
         if store is None or "://" not in store:
             return store
-        if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]+[a-z0-9](/.*)?", store):
+        if not re.fullmatch(S3_ADDRESS, store):
             raise ValueError(f"{store}: a local folder or s3://bucket/prefix")
         return store
 
 
+class FilesConfig(_Model):
+    path: str
+    """Folder of *.safetensors: vLLM's shared_storage_path, or DATA/hidden_states of speculators."""
+    layer_ids: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    """The ids that the server was given (eagle_aux_hidden_state_layer_ids), in order: id k is the
+    state after k layers, so tap i is id i + 1 and features.final is id N.
+    """
+    codec: Literal["none", "fp8"] = "none"
+    """fp8: files of hs-connectors' FP8 connector, a scale a token."""
+
+
 class ExtractConfig(_Model):
+    files: FilesConfig | None = None
+    """Take the states from files that vLLM or speculators wrote, in place of running the target."""
     tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
-    """Token budget of one batch, padding included."""
+    """Token budget of one row, padding included."""
+    rows: Auto | Literal["packed", "padded"] = "auto"
+    """packed: samples end to end, no padding; padded: right-padded batches of samples of like length.
+    auto: packed on a GPU for families that are proven packed and whose kernels are installed.
+    """
+    workers: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """Processes, each with a copy of the target; auto: one for every `target.gpus_per_replica` GPUs, and
+    one on a CPU.
+    """
     codec: Codec = "none"
     """How states are stored: none; lossless: byte planes + zstd, about 70% of the bytes; fp8: e4m3 with
     a scale a token and tap, half the bytes, lossy.
@@ -354,8 +378,10 @@ class EngineConfig(_Model):
 class RunConfig(_Model):
     run: str
     """The run's folder."""
-    mirror: None = None
-    """Where data and checkpoints are copied to; not in this version."""
+    mirror: str | None = None
+    """s3://bucket/prefix: data, checkpoints, reports and the export are copied there as they appear, and
+    an empty `run:` folder is filled from there. Features are not: see features.store.
+    """
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     target: TargetConfig
     prepare: PrepareConfig
@@ -368,6 +394,26 @@ class RunConfig(_Model):
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
     engine: EngineConfig = EngineConfig()
+
+    @field_validator("mirror")
+    @classmethod
+    def _is_on_s3(cls, mirror: str | None) -> str | None:
+        if mirror is not None and not re.fullmatch(S3_ADDRESS, mirror):
+            raise ValueError(f"{mirror}: s3://bucket/prefix")
+        return mirror
+
+    @model_validator(mode="after")
+    def _store_is_beside_the_mirror(self) -> "RunConfig":
+        if self.mirror is None or "://" not in self.store:
+            return self
+        mirror, store = self.mirror.rstrip("/"), self.store.rstrip("/") + "/"
+        mine = [f"{mirror}/{name}/" for name in ("data", "checkpoints", "eval", "export")]
+        if mirror + "/" == store or any(store.startswith(folder) for folder in mine):
+            raise ValueError(
+                f"features.store {self.store} lies among the files of mirror {mirror}; "
+                f"use {mirror}/features or another prefix"
+            )
+        return self
 
     @model_validator(mode="after")
     def _store_is_no_stages_folder(self) -> "RunConfig":
@@ -392,6 +438,12 @@ class RunConfig(_Model):
                 "tokenize.turns: all needs regenerate.servers or regenerate.launch, or "
                 "regenerate.enabled: false; in process only the last answer is regenerated"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _files_hold_no_argmax(self) -> "RunConfig":
+        if self.extract.files is not None and self.features.final == "argmax":
+            raise ValueError("features.final: argmax needs the target; extract.files hold states")
         return self
 
     @property

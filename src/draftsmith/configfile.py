@@ -3,7 +3,7 @@
 import difflib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -93,20 +93,26 @@ def _describe(fault: Any) -> tuple[str, str, str]:
 def _known_keys(path: list[Any]) -> list[str]:
     model: Any = RunConfig
     for part in path:
-        if isinstance(part, int):
-            model = SourceConfig
-        elif isinstance(model.model_fields[part].annotation, type):
-            model = model.model_fields[part].annotation
+        named = None if isinstance(part, int) else _section(model.model_fields[part].annotation)
+        model = SourceConfig if isinstance(part, int) else named or model
     return list(model.model_fields)
+
+
+def _section(kind: Any) -> type[BaseModel] | None:
+    """The model of a key that holds keys of its own, if it does; such a key may also be null."""
+    if get_origin(kind) is list:
+        return None
+    kinds = [one for one in (kind, *get_args(kind)) if isinstance(one, type)]
+    return next((one for one in kinds if issubclass(one, BaseModel)), None)
 
 
 def describe(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
     """A line a key for --help: name, default, what it is."""
     lines = []
     for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            lines += describe(kind, f"{prefix}{name}.")
+        section = _section(field.annotation)
+        if section is not None:
+            lines += describe(section, f"{prefix}{name}.")
             continue
         default = "required" if field.is_required() else json.dumps(field.default)
         text = " ".join((field.description or "").split())

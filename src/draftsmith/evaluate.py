@@ -38,6 +38,7 @@ from draftsmith.target.load import (
 
 EXAMPLES = 3  # texts shown in the report
 TRACES = "traces.json"
+KEPT = "kept.jsonl"  # a prompt's traces a line, while the stage runs
 
 
 def folder(cfg: RunConfig) -> Path:
@@ -72,7 +73,7 @@ def run(cfg: RunConfig) -> StageResult:
         target = load_target(cfg.target, dtype=dtype)
         eos = eos_ids(tokenizer, cfg.target)
         stage.working(len(prompts) * len(cfg.evaluate.methods), "answers")
-        traces = measure(cfg, target, drafter, prompts, eos, stage.progress)
+        traces = measure(cfg, target, drafter, prompts, eos, stage.progress, out / KEPT)
         described = {**asdict(read_shape(drafter, info.num_layers)), "steps": steps}
         result = _report(cfg, info.identity(), prompts, traces, tokenizer, described, dtype)
         files.write_json(out / "report.json", result)
@@ -89,6 +90,7 @@ def run(cfg: RunConfig) -> StageResult:
         manifest = manifests.finish(
             out, manifest, entries, {f"tau_{name}": m["tau_pooled"] for name, m in methods.items()}
         )
+        (out / KEPT).unlink()
         print(report.table(result))
         print(f"report: {out / 'report.html'}")
         _refuse_mismatches(result, out)

@@ -51,9 +51,7 @@ def run(cfg: RunConfig) -> StageResult:
         with files.new_folder(out) as temporary:
             save_drafter(temporary, drafter, torch.bfloat16)
             _check_again(temporary, drafter)
-            text = card.render(
-                cfg, info, drafter.shape, counts, trained["counts"]["steps"], measured
-            )
+            text = card.render(cfg, info, drafter.shape, counts, trained["counts"], measured)
             (temporary / "README.md").write_text(text)
         sizes = {path.name: path.stat().st_size for path in out.iterdir()}
         files.write_json(marker, {"inputs": inputs, "sizes": sizes})

@@ -58,8 +58,8 @@ class StoreSource:
     epoch.
     """
 
-    def __init__(self, location: Path | str | Place, sample_ids: list[int]) -> None:
-        self._reader = StoreReader(location)
+    def __init__(self, location: Path | str | Place | StoreReader, sample_ids: list[int]) -> None:
+        self._reader = location if isinstance(location, StoreReader) else StoreReader(location)
         self.sample_ids = sample_ids
         self.lengths = [self._reader.length(i) for i in sample_ids]
 

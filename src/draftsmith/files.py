@@ -5,7 +5,10 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from typing import Any
 from draftsmith.core import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+ABANDONED_S = 24 * 3600.0
+"""What a writer on another host put aside, and did not touch for so long, was left."""
 FULL_WORDS = ("No space left on device", "File too large")  # libraries that lose the number
 
 
@@ -28,7 +33,7 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
 def synced_aside(path: Path, write: Callable[[Path], Any]) -> Iterator[Path]:
     """A file beside `path`, written and on the disk; gone when the block ends, unless renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _aside(path)
     try:
         write(temporary)
         _sync(temporary)
@@ -45,17 +50,23 @@ def write_json(path: Path, data: Any) -> None:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder that appears under `path` only when the block ends well."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _aside(path)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         with disk_errors(path):
             yield temporary
-            for file in temporary.iterdir():
-                _sync(file)
+            for file in temporary.rglob("*"):
+                if file.is_file():
+                    _sync(file)
             os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _aside(path: Path) -> Path:
+    """A hidden name beside `path` that tells whose it is (remove_leftovers)."""
+    return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
 
 
 def _sync(path: Path) -> None:
@@ -88,13 +99,39 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def remove_leftovers(folder: Path) -> None:
     """Delete what a killed writer left aside in `folder` (names that begin with a dot and end with
-    .tmp).
+    .tmp), not what another process writes now: two may write one store.
     """
     for path in folder.glob(".*.tmp"):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            if _is_written(path):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _is_written(path: Path) -> bool:
+    """Whether its writer lives: on this host its process tells, on another the file's age."""
+    name = re.fullmatch(r".*\.(\d+)@(.+)\.tmp", path.name)
+    if name is None:
+        return False
+    if name[2] != socket.gethostname():
+        return time.time() - path.stat().st_mtime < ABANDONED_S
+    return int(name[1]) != os.getpid() and process_lives(int(name[1]))
+
+
+def process_lives(pid: int) -> bool:
+    """Whether a process of this host has this id and has not ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return True
 
 
 def file_digest(path: Path) -> str:

@@ -7,6 +7,7 @@ thrown away, the run is refused instead.
 """
 
 import json
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,13 @@ def _checksum(manifest: dict[str, Any]) -> str:
     return digest({key: value for key, value in manifest.items() if key != "checksum"})
 
 
+def _text(manifest: dict[str, Any]) -> bytes:
+    return (json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1) + "\n").encode()
+
+
 def _write(place: Place, manifest: dict[str, Any]) -> dict[str, Any]:
-    manifest = {**manifest, "checksum": _checksum(manifest)}
-    place.replace(NAME, (json.dumps(manifest, indent=1) + "\n").encode())
-    return manifest
+    place.replace(NAME, _text(manifest))
+    return {**manifest, "checksum": _checksum(manifest)}
 
 
 def versions() -> dict[str, str]:
@@ -98,14 +102,29 @@ def begin(
         place.clear()
         manifest = None
     if manifest is None:
-        manifest = {"kind": kind, "complete": False, "inputs": inputs, "files": {}, "counts": {}}
-        manifest = _write(place, {**manifest, "made_by": [versions()]})
+        manifest = _first(place, kind, inputs)
     elif manifest["complete"]:
         manifest["complete"] = not _missing(place, manifest)
     if not manifest["complete"] and versions() not in manifest.setdefault("made_by", []):
         manifest = _write(place, {**manifest, "made_by": [*manifest["made_by"], versions()]})
     place.remove_leftovers()
     return manifest
+
+
+def _first(place: Place, kind: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of an empty output. Of two writers that begin at once the first one's holds."""
+    manifest = {"kind": kind, "complete": False, "inputs": inputs, "files": {}, "counts": {}}
+    place.put_new(NAME, [memoryview(_text({**manifest, "made_by": [versions()]}))])
+    held = read(place)
+    if held is None or (held["kind"], held["inputs"]) != (kind, inputs):
+        changes = differences(held["inputs"], inputs) if held else ["it is gone"]
+        raise UserError(
+            where=str(place),
+            found=f"another writer that began at the same time ({'; '.join(changes)})",
+            expected="one configuration a folder",
+            remedy="Use another `run:` or features.store.",
+        )
+    return held
 
 
 def finish(
@@ -152,6 +171,17 @@ def required(folder: Path | Place, stage: str, inputs: dict[str, Any]) -> dict[s
             where=place.where(name), found="no such file", expected="a whole output", remedy=remedy
         )
     return manifest
+
+
+def is_there(finished: Callable[[], object]) -> bool:
+    """Whether a stage's `finished` finds its output. Damaged comes through: it is no missing work."""
+    try:
+        finished()
+    except Damaged:
+        raise
+    except UserError:
+        return False
+    return True
 
 
 def _missing(place: Place, manifest: dict[str, Any]) -> list[str]:

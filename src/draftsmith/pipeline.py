@@ -7,7 +7,7 @@ from collections.abc import Callable
 import yaml
 
 import draftsmith.tokenize as tokenize_stage
-from draftsmith import evaluate, export, extract, prepare, regenerate, train
+from draftsmith import evaluate, export, extract, mirror, prepare, regenerate, train
 from draftsmith.config import RunConfig
 from draftsmith.core import StageResult, UserError
 from draftsmith.files import write_atomic
@@ -36,9 +36,17 @@ def run(cfg: RunConfig, stages: list[str] | None = None) -> list[StageResult]:
         )
     if "train" in names:
         train.drafter_shape(cfg)  # what cannot be trained is refused before hours of extraction
+    with mirror.following(cfg):
+        return _stages(cfg, names, whole=stages is None)
+
+
+def _stages(cfg: RunConfig, names: list[str], *, whole: bool) -> list[StageResult]:
     results: list[StageResult] = []
     before = _finished_state(cfg)
     for name in names:
+        if whole and name == "extract" and _features_are_spent(cfg):
+            print(f"{name:<11}{'not needed':>17}  training is complete", flush=True)
+            continue
         started = time.perf_counter()
         more = more_stages.set(name != names[-1])
         try:
@@ -55,6 +63,11 @@ def run(cfg: RunConfig, stages: list[str] | None = None) -> list[StageResult]:
         print(f"{name:<11}{took:>17}  {_summary(result)}", flush=True)
         results.append(result)
     return results
+
+
+def _features_are_spent(cfg: RunConfig) -> bool:
+    """Whether the features are gone, or were never here, and training does not need them any more."""
+    return not extract.is_finished(cfg) and train.is_finished(cfg)
 
 
 def _finished_state(cfg: RunConfig) -> str | None:

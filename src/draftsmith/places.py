@@ -100,8 +100,9 @@ class Folder:
         remove_leftovers(self.path)
 
     def free_bytes(self) -> int | None:
-        """Room for more; None when that is not known."""
-        return shutil.disk_usage(self.path).free
+        """Room for more, there or where it would be made; None when that is not known."""
+        there = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+        return shutil.disk_usage(there).free
 
 
 Place = Folder | Bucket

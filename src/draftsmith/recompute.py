@@ -20,6 +20,7 @@ from draftsmith.manifest import differences
 from draftsmith.store.checks import Finding
 from draftsmith.store.codec import decode, encode
 from draftsmith.store.container import Span, tensor_of
+from draftsmith.store.foreign import through_fp8
 from draftsmith.store.reader import StoreReader
 from draftsmith.target.load import inspect_target, load_target, text_decoder
 
@@ -46,11 +47,15 @@ class Compared:
         return TIMES_THE_FLOOR * float(self.floor.median()) + EQUAL
 
     @property
+    def stray(self) -> Tensor:
+        """[n] bool: rows that noise does not explain."""
+        return self.error > 5 * self.floor.clamp_min(float(self.floor.median())) + 10 * EQUAL
+
+    @property
     def agrees(self) -> bool:
         """Whether noise explains the difference."""
-        stray = self.error > 5 * self.floor.clamp_min(float(self.floor.median())) + 10 * EQUAL
         lost = (self.error > 0.5) & (self.floor < 0.1)
-        few = float(stray.float().mean()) <= STRAY_ROWS
+        few = float(self.stray.float().mean()) <= STRAY_ROWS
         return float(self.error.median()) <= self.limit and few and not lost.any()
 
 
@@ -74,7 +79,10 @@ def recompute(
     findings: list[Finding] = []
     for i in chosen:
         stored = reader.read(i, ("hidden",))["hidden"]
-        noisy = through_codec(low.get(i, true[i]).to(dtype), inputs["codec"])
+        noisy = low.get(i, true[i]).to(dtype)
+        if inputs.get("files", {}).get("codec") == "fp8":
+            noisy = through_fp8(noisy)
+        noisy = through_codec(noisy, inputs["codec"])
         rows = [_compare(i, t, c, stored, noisy, true[i]) for c, t in enumerate(taps)]
         compared += rows
         if not all(one.agrees for one in rows):
@@ -158,6 +166,8 @@ def _diagnose(
     model: PreTrainedModel,
 ) -> str:
     """What these states are instead, when it can be told."""
+    if float(one.error.median()) <= one.limit:
+        return _diagnose_rows(one, column, mine, others)
 
     def is_it(candidate: Tensor) -> bool:
         rows = min(len(mine), len(candidate))
@@ -182,6 +192,20 @@ def _diagnose(
     )
     if early > 1.5 * late:
         return f"{text}; most at the first tokens, as when padding leaks in"
+    return text
+
+
+def _diagnose_rows(one: Compared, column: int, mine: Tensor, states: dict[int, Tensor]) -> str:
+    """Most rows are right: which are not, and whose the first of them is."""
+    wrong = one.stray.nonzero().flatten().tolist()
+    text = f"{len(wrong)} of {len(mine)} rows (first: {wrong[0]}) differ"
+    for sample_id, its in states.items():
+        if sample_id == one.sample_id:
+            continue
+        distance = relative(its[:, column], mine[wrong[0]].expand(len(its), -1))
+        nearest = int(distance.argmin())
+        if float(distance[nearest]) <= 2 * one.limit:
+            return f"{text}: row {wrong[0]} holds row {nearest} of sample {sample_id}"
     return text
 
 

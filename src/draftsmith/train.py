@@ -11,7 +11,7 @@ import math
 import pickle
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from draftsmith.drafter.loss import block_loss, leading_correct
 from draftsmith.drafter.model import DFlash
 from draftsmith.features import FeatureBatch, StoreSource
 from draftsmith.monitor.state import StageReport, stage_report
+from draftsmith.store.reader import StoreReader
 from draftsmith.target.load import device_of, inspect_target, load_target, load_tokenizer, unembed
 from draftsmith.target.taps import resolve_taps
 
@@ -53,15 +54,18 @@ def folder(cfg: RunConfig) -> Path:
 def run(cfg: RunConfig) -> StageResult:
     """Train to the end of the schedule; go on from the newest checkpoint if there is one."""
     out = folder(cfg)
-    tokens, store = tokenize_stage.finished(cfg), extract.finished(cfg)
+    tokens = tokenize_stage.finished(cfg)
+    if not is_finished(cfg):
+        extract.finished(cfg)
     with stage_report(cfg.root, "train") as report:
-        inputs, shape = _inputs(cfg, store)
+        inputs, shape = _inputs(cfg)
         manifest = manifests.begin(out, "checkpoints/1", inputs, remake=False)
         if manifest["complete"]:
             return StageResult("train", str(out), skipped=True, summary=manifest["counts"])
-        samples = tokenize_stage.read_samples(cfg, tokens, "train")
+        reader = StoreReader(cfg.store)  # which holds fewer samples with features.max_bytes
+        samples = tokenize_stage.read_samples(cfg, tokens, "train").among(reader.sample_ids)
         _check_anchors(samples)
-        source = StoreSource(cfg.store, [sample.sample_id for sample in samples])
+        source = StoreSource(reader, samples.sample_ids)
         steps = plan_steps(cfg.train, source, cfg.seed)
         drafter = first_weights(cfg, shape).to(device_of(cfg.target))
         drafter.share(*frozen_weights(cfg))
@@ -73,20 +77,29 @@ def run(cfg: RunConfig) -> StageResult:
                 "bytes": (final / "model.safetensors").stat().st_size,
             }
         }
-        manifest = manifests.finish(out, manifest, entries, {"steps": len(steps)})
+        counts = {"steps": len(steps), "samples": len(samples)}
+        manifest = manifests.finish(out, manifest, entries, counts)
     return StageResult("train", str(out), summary={"steps": len(steps), **last})
 
 
 def finished(cfg: RunConfig) -> dict[str, Any]:
     """The manifest of the finished training of this configuration, or a UserError."""
-    return manifests.required(folder(cfg), "train", _inputs(cfg, extract.finished(cfg))[0])
+    return manifests.required(folder(cfg), "train", _inputs(cfg)[0])
 
 
-def _inputs(cfg: RunConfig, store: dict[str, Any]) -> tuple[dict[str, Any], DrafterShape]:
+def is_finished(cfg: RunConfig) -> bool:
+    """Whether training of this configuration is complete: then the features are needed no more."""
+    return manifests.is_there(lambda: finished(cfg))
+
+
+def _inputs(cfg: RunConfig) -> tuple[dict[str, Any], DrafterShape]:
+    """The features are named by what they are made from, not by their bytes: extracted again on
+    another machine, they may differ by rounding, and training goes on.
+    """
     shape = drafter_shape(cfg)
     settings = cfg.train.model_dump(exclude={"log_every", "checkpoint_every", "keep_checkpoints"})
     inputs = {
-        "features": store["digest"],
+        "features": extract.wanted(cfg),
         "drafter": asdict(shape),
         "train": settings,
         "seed": cfg.seed,
@@ -122,7 +135,7 @@ def first_weights(cfg: RunConfig, shape: DrafterShape) -> DFlash:
     return drafter
 
 
-def _check_anchors(samples: list[Sample]) -> None:
+def _check_anchors(samples: Sequence[Sample]) -> None:
     """An anchor needs two supervised tokens in a row: without any there is nothing to learn."""
     for sample in samples:
         mask = sample.loss_mask

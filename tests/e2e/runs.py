@@ -1,16 +1,19 @@
 """A small real run: the built-in target, a few prompts, every stage in seconds; and commands as users type them."""
 
 import json
+import multiprocessing
 import os
-import signal
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from draftsmith.cli import main
 from tiny_models import assets
 
 
@@ -40,32 +43,83 @@ def write_config(folder: Path, prompts: int = 40, **sections: dict[str, Any]) ->
     return path
 
 
-def command(*args: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run draftsmith in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "draftsmith.cli", *map(str, args)],
-        capture_output=True, text=True, timeout=timeout, env=environment(),
-    )  # fmt: skip
+OUTPUTS = {
+    "prepare": "data/conversations",
+    "regenerate": "data/answers",
+    "tokenize": "data/tokens",
+    "extract": "features",
+}
+
+
+def resume(extracted: Path, folder: Path, last: str, **sections: dict[str, Any]) -> Path:
+    """CONFIG for a run in `folder`/run whose stages up to `last` are done: those of `extracted`,
+    with which `sections` must agree so far.
+    """
+    config = write_config(folder, **sections)
+    for stage, output in OUTPUTS.items():
+        shutil.copytree(extracted / output, folder / "run" / output)
+        if stage == last:
+            break
+    return config
+
+
+def command(
+    *args: object, timeout: float = 300, fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run draftsmith in a process of its own; `fresh`: in a new interpreter, as a user starts it."""
+    words = list(map(str, args))
+    if fresh:
+        return subprocess.run(
+            [sys.executable, "-m", "draftsmith.cli", *words],
+            capture_output=True, text=True, timeout=timeout, env=environment(),
+        )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder) / name for name in ("stdout", "stderr")]
+        process = _started(words, *said)
+        process.join(timeout)
+        code = process.exitcode
+        if code is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(words, timeout)
+        return subprocess.CompletedProcess(words, code, *(path.read_text() for path in said))
 
 
 def kill_when(args: list[object], run: Path, stage: str, seen: Any, timeout: float = 120) -> None:
     """Start draftsmith, wait until `seen(run)` in this stage, kill -9."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "draftsmith.cli", *map(str, args)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment(),
-    )  # fmt: skip
+    nowhere = Path(os.devnull)
+    process = _started(list(map(str, args)), nowhere, nowhere)
     try:
         end = time.time() + timeout
         while time.time() < end:
-            assert process.poll() is None, f"the process ended before {stage} could be killed"
+            assert process.is_alive(), f"the process ended before {stage} could be killed"
             state = run / "state.json"
             if state.exists() and json.loads(state.read_text())["stage"] == stage and seen(run):
                 return
             time.sleep(0.005)
         raise AssertionError(f"{stage} was never seen")
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
+
+
+READY = multiprocessing.get_context("forkserver")
+READY.set_forkserver_preload(["draftsmith.pipeline", "draftsmith.check_store"])
+"""Commands are forked from a process that has imported torch already: importing it takes longer
+than most of them."""
+
+
+def _started(args: list[str], stdout: Path, stderr: Path) -> Any:
+    process = READY.Process(target=_command, args=(args, stdout, stderr, environment()))
+    process.start()
+    return process
+
+
+def _command(args: list[str], stdout: Path, stderr: Path, env: dict[str, str]) -> None:
+    for number, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.exit(main(args))
 
 
 def environment() -> dict[str, str]:

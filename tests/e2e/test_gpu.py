@@ -13,7 +13,7 @@ from draftsmith.decode.ends import AnswerEnd
 from draftsmith.decode.propose import LookupProposer, NoProposer
 from draftsmith.decode.session import TargetSession
 from draftsmith.decode.speculate import speculate
-from draftsmith.extract import StatesForward
+from draftsmith.target.forward import StatesForward
 from draftsmith.target.load import load_target
 from tiny_models import GDN_FAMILIES, assets, build, random_ids
 
@@ -27,7 +27,7 @@ def test_states_equal_the_cpus(dtype):
     for device, kind in (("cpu", "float32"), ("cuda", dtype)):
         target = TargetConfig(model=str(assets() / "tiny-hybrid"), dtype=kind, device=device)
         forward = StatesForward(load_target(target), [1, 3, 5], "none", torch.float32)
-        states.append([f.hidden for f in forward(samples)])
+        states.append([f.hidden for f in forward(samples).features()])
     worst = max(((a - b).norm() / a.norm()).item() for a, b in zip(*states, strict=True))
     print(f"{dtype}: relative difference {worst:.2e}")
     assert worst < (1e-4 if dtype == "float32" else 3e-2)

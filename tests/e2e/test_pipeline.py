@@ -1,14 +1,21 @@
 """All stages on the real built-in target, in processes of their own: complete, resumable, skipped when done."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from runs import command, contents, kill_when, write_config
+from runs import command, contents, environment, kill_when, write_config
 from safetensors.torch import load_file
+
+from draftsmith.store.reader import StoreReader
 
 STAGES = ["prepare", "regenerate", "tokenize", "extract", "train", "evaluate", "export"]
 
@@ -17,7 +24,7 @@ STAGES = ["prepare", "regenerate", "tokenize", "extract", "train", "evaluate", "
 def finished(tmp_path_factory) -> Path:
     """An undisturbed run; its folder."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = command("run", write_config(folder))
+    done = command("run", write_config(folder), fresh=True)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -123,6 +130,10 @@ def test_killed_in_every_stage_the_run_ends_with_the_same_bytes(finished, tmp_pa
         "evaluate",
         lambda r: json.loads((r / "state.json").read_text())["done"] > 0,
     )
+    answered = (run / "eval" / "kept.jsonl").read_bytes()
+    assert answered.count(b"\n") >= 1, "a prompt's answers are kept as soon as they are there"
+    with open(run / "eval" / "kept.jsonl", "ab") as file:
+        file.write(b'{"ar": {"tok')  # killed in the middle of a line
     kept = (run / "features" / "shard-000000.safetensors").stat().st_mtime_ns
     done = command("run", config)
     assert done.returncode == 0, done.stderr
@@ -147,6 +158,59 @@ def test_killed_in_every_stage_the_run_ends_with_the_same_bytes(finished, tmp_pa
     ]
     assert losses[0] == losses[1], "the loss curve goes on bit for bit"
     assert not list(run.rglob("*.tmp")), "nothing half-written is left"
+    assert not (run / "eval" / "kept.jsonl").exists()
+
+
+def without_features(finished: Path, folder: Path) -> tuple[Path, Path]:
+    """The finished run as it was before extraction, elsewhere: its configuration and folder."""
+    run = folder / "run"
+    for part in ("data/conversations", "data/answers", "data/tokens"):
+        shutil.copytree(finished / "run" / part, run / part)
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**config, "run": str(run)}))
+    return path, run
+
+
+def test_several_workers_one_of_them_killed_leave_the_same_bytes(finished, tmp_path):
+    config, run = without_features(finished, tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "draftsmith.cli", "extract", str(config), "--extract.workers", "2"],
+        env=environment(),
+    )  # fmt: skip
+    deadline, killed = time.time() + 120, None
+    while process.poll() is None and time.time() < deadline:
+        if killed is None and list((run / "features").glob("shard*")):
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            commands = {c: Path(f"/proc/{c}/cmdline").read_bytes() for c in children}
+            killed = next(int(c) for c, text in commands.items() if b"spawn_main" in text)
+            os.kill(killed, signal.SIGKILL)
+        time.sleep(0.005)
+    assert process.wait(60) == 0 and killed is not None
+    assert any(e["kind"] == "worker_lost" for e in events(run))
+    one, two = contents(finished / "run/features"), contents(run / "features")
+    assert one.keys() == two.keys()
+    assert all(one[name] == two[name] for name in one if name.startswith("shard"))
+
+
+def test_packed_rows_leave_the_same_states_and_later_stages_follow_the_store(finished, tmp_path):
+    config, run = without_features(finished, tmp_path)
+    done = command("extract", config, "--extract.rows", "packed")
+    assert done.returncode == 0, done.stderr
+    assert any(e["kind"] == "self_test" for e in events(run))
+    padded, packed = StoreReader(finished / "run/features"), StoreReader(run / "features")
+    assert padded.sample_ids and set(padded.sample_ids) == set(packed.sample_ids)
+    assert "packed" in packed.manifest["inputs"]["engine"]
+    for i in padded.sample_ids:
+        one, two = padded.read(i), packed.read(i)
+        torch.testing.assert_close(
+            two["hidden"].float(), one["hidden"].float(), rtol=2e-2, atol=2e-2
+        )
+        assert torch.equal(one["input_ids"], two["input_ids"])
+    again = command("extract", config)
+    assert again.returncode == 0 and "already complete" in again.stdout, "auto: as it was begun"
+    other = command("extract", config, "--extract.rows", "padded")
+    assert other.returncode == 2 and "engine was" in other.stderr
 
 
 def test_changed_inputs_redo_cheap_stages_and_refuse_to_drop_expensive_ones(finished):

@@ -1,11 +1,6 @@
 """Extraction into S3 and training from it, in processes of their own, killed on the way."""
 
-import signal
-import subprocess
-import sys
-import time
-
-from runs import command, contents, environment, write_config
+from runs import command, contents, kill_when, write_config
 
 import s3_servers
 from s3_servers import BUCKET
@@ -27,7 +22,8 @@ def test_killed_and_rerun_on_s3_it_is_the_undisturbed_local_store(tmp_path, monk
     remote = ["--features.store", f"s3://{BUCKET}/a"]
     try:
         for shards in (1, 3):
-            kill_extract([str(config), *remote], lambda n=shards: count(stored) >= n)
+            seen = lambda run, n=shards: count(stored) >= n  # noqa: E731
+            kill_when(["extract", config, *remote], tmp_path / "run", "extract", seen)
         done = command("extract", config, *remote)
         assert done.returncode == 0, done.stderr
         assert contents(stored) == contents(tmp_path / "run" / "features")
@@ -45,19 +41,3 @@ def test_killed_and_rerun_on_s3_it_is_the_undisturbed_local_store(tmp_path, monk
 def count(folder):
     """Shards that a server shows."""
     return len(list(folder.glob("shard-*"))) if folder.exists() else 0
-
-
-def kill_extract(args, seen):
-    """Start extract, kill -9 once `seen`."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "draftsmith.cli", "extract", *args],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment(),
-    )
-    end = time.time() + 120
-    while not seen():
-        assert process.poll() is None and time.time() < end, "ended before it could be killed"
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()

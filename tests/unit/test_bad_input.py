@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers as tf
 import yaml
-from runs import write_config
+from runs import resume, write_config
 
 from draftsmith import configfile, extract
+from draftsmith import tokenize as tokenize_stage
 from draftsmith.cli import main
 from draftsmith.core import UserError
 from tiny_models import assets
@@ -30,6 +31,18 @@ def refused(capsys, *args: object) -> str:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return write_config(tmp_path)
+
+
+@pytest.fixture
+def tokenized(extracted: Path, tmp_path: Path) -> Path:
+    """The configuration of a run that has its tokens."""
+    return resume(extracted, tmp_path, "tokenize")
+
+
+@pytest.fixture
+def stored(extracted: Path, tmp_path: Path) -> Path:
+    """The configuration of a run that has its features."""
+    return resume(extracted, tmp_path, "extract")
 
 
 @pytest.mark.parametrize(
@@ -157,28 +170,24 @@ def test_bytes_that_do_not_decode_empty_and_missing_files(path, capsys):
     assert "no such file" in refused(capsys, "prepare", path)
 
 
-def test_taps_that_cannot_be_captured(path, capsys):
-    for stage in ("prepare", "regenerate", "tokenize"):
-        assert main([stage, str(path)]) == 0
-    capsys.readouterr()
-    assert "tap 8" in refused(capsys, "extract", path, "--features.taps", "[1, 8]")
-    assert "the last layer" in refused(capsys, "extract", path, "--features.taps", "[1, 7]")
-    assert "features.num_taps" in refused(capsys, "extract", path, "--features.num_taps", "9")
-    assert not (path.parent / "run" / "features").exists()
-    said = refused(capsys, "train", path)
+def test_taps_that_cannot_be_captured(tokenized, capsys):
+    assert "tap 8" in refused(capsys, "extract", tokenized, "--features.taps", "[1, 8]")
+    assert "the last layer" in refused(capsys, "extract", tokenized, "--features.taps", "[1, 7]")
+    assert "features.num_taps" in refused(capsys, "extract", tokenized, "--features.num_taps", "9")
+    assert not (tokenized.parent / "run" / "features").exists()
+    said = refused(capsys, "train", tokenized)
     assert "draftsmith extract" in said
 
 
-def test_a_model_without_decoder_layers(path, capsys, tmp_path):
+def test_a_model_without_decoder_layers(tokenized, capsys, tmp_path):
     tf.T5Config(d_model=32, num_layers=1, d_ff=32, num_heads=2).save_pretrained(tmp_path / "t5")
-    for stage in ("prepare", "regenerate", "tokenize"):
-        assert main([stage, str(path)]) == 0
-    capsys.readouterr()
     tokenizer = tf.AutoTokenizer.from_pretrained(assets() / "tiny-hybrid")
     tokenizer.save_pretrained(tmp_path / "t5")
-    said = refused(capsys, "extract", path, "--target.model", tmp_path / "t5")
+    said = refused(capsys, "extract", tokenized, "--target.model", tmp_path / "t5")
     assert "no decoder layers" in said
-    assert "nowhere" in refused(capsys, "extract", path, "--target.model", tmp_path / "nowhere")
+    assert "nowhere" in refused(
+        capsys, "extract", tokenized, "--target.model", tmp_path / "nowhere"
+    )
 
 
 def test_a_conversation_that_the_template_refuses(path, capsys):
@@ -230,38 +239,32 @@ def test_samples_without_supervised_tokens_are_counted_and_listed(path, capsys):
     assert manifest["files"]["part-00000.parquet"]["rows"] == 59 - count
 
 
-def test_a_store_made_for_something_else(path, capsys, tmp_path):
-    for stage in ("prepare", "regenerate", "tokenize", "extract"):
-        assert main([stage, str(path)]) == 0
-    capsys.readouterr()
+def test_a_store_made_for_something_else(stored, capsys, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(assets() / "tiny-hybrid", other)
     model = tf.AutoModelForCausalLM.from_pretrained(other)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight += 0.5
     model.to(torch.bfloat16).save_pretrained(other)
-    said = refused(capsys, "train", path, "--target.model", other)
+    said = refused(capsys, "train", stored, "--target.model", other)
     assert "weights_digest" in said
-    assert "taps" in refused(capsys, "train", path, "--features.taps", "[1, 2, 5]")
+    assert "taps" in refused(capsys, "train", stored, "--features.taps", "[1, 2, 5]")
     text = (other / "tokenizer.json").read_text()
     for name in ("model.safetensors", "config.json", "generation_config.json"):
         shutil.copy(assets() / "tiny-hybrid" / name, other / name)
     (other / "tokenizer.json").write_text(text.replace("<tool_call>", "<tool_kall>"))
-    said = refused(capsys, "train", path, "--target.model", other)
-    assert "tokenizer" in said and not (path.parent / "run" / "checkpoints").exists()
+    said = refused(capsys, "train", stored, "--target.model", other)
+    assert "tokenizer" in said and not (stored.parent / "run" / "checkpoints").exists()
 
 
-def test_too_little_disk_is_seen_before_the_target_is_loaded(path, capsys, monkeypatch):
-    for stage in ("prepare", "regenerate", "tokenize"):
-        assert main([stage, str(path)]) == 0
-    capsys.readouterr()
-    usage = shutil.disk_usage(path)
+def test_too_little_disk_is_seen_before_the_target_is_loaded(tokenized, capsys, monkeypatch):
+    usage = shutil.disk_usage(tokenized)
     monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=1000))
-    said = refused(capsys, "extract", path)
-    assert "0.000 GB free" in said and "GB for the features" in said
+    said = refused(capsys, "extract", tokenized)
+    assert "1 kB free" in said and "GB for the features" in said
 
 
-def test_a_disk_that_fills_up_leaves_only_whole_shards(path, capsys, tmp_path, monkeypatch):
+def test_a_disk_that_fills_up_leaves_only_whole_shards(tokenized, capsys, tmp_path, monkeypatch):
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
@@ -270,11 +273,8 @@ def test_a_disk_that_fills_up_leaves_only_whole_shards(path, capsys, tmp_path, m
     if mounted.returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:
-        for stage in ("prepare", "regenerate", "tokenize"):
-            assert main([stage, str(path)]) == 0
-        capsys.readouterr()
-        monkeypatch.setattr(extract, "_check_disk", lambda *a: None)
-        args = ["extract", path, "--features.store", small / "store"]
+        monkeypatch.setattr(extract, "_check_source", lambda *a: None)
+        args = ["extract", tokenized, "--features.store", small / "store"]
         said = refused(capsys, *args)
         assert "a full disk" in said and "Free space" in said
         shards = list((small / "store").glob("shard-*"))
@@ -344,20 +344,19 @@ def test_a_run_that_is_a_file_or_has_nothing_to_evaluate_on(path, capsys):
     assert "prepare.held_out" in refused(capsys, "run", path, "--prepare.held_out", "0")
 
 
-def test_stages_run_alone_do_not_mix_what_does_not_belong_together(path, capsys):
-    for stage in ("prepare", "regenerate", "tokenize", "extract"):
-        assert main([stage, str(path)]) == 0
-    assert main(["prepare", str(path), "--seed", "5"]) == 0
-    capsys.readouterr()
+def test_stages_run_alone_do_not_mix_what_does_not_belong_together(stored, capsys):
+    assert main(["prepare", str(stored), "--seed", "5"]) == 0
     for stage in ("regenerate", "tokenize", "extract", "train"):
-        assert "data/" in refused(capsys, stage, path, "--seed", "5")
-        assert "seed was 5, is now 0" in refused(capsys, stage, path)
-    other = path.parent / "other"
-    args = ["--run", str(other), "--prepare.max_samples", "20"]
+        assert "data/" in refused(capsys, stage, stored, "--seed", "5")
+        assert "seed was 5, is now 0" in refused(capsys, stage, stored)
+    other = stored.parent / "other"
+    args = ["--run", str(other), "--prepare.max_samples", "8"]
     for stage in ("prepare", "regenerate", "tokenize"):
-        assert main([stage, str(path), *args]) == 0
+        assert main([stage, str(stored), *args]) == 0
     capsys.readouterr()
-    said = refused(capsys, "train", path, *args, "--features.store", path.parent / "run/features")
+    said = refused(
+        capsys, "train", stored, *args, "--features.store", stored.parent / "run/features"
+    )
     assert "tokens was" in said, "another run's features"
 
 
@@ -386,9 +385,12 @@ def test_answers_of_one_token_teach_nothing(path, capsys):
 
 
 def test_a_sample_cut_to_one_answer_token_trains_along(path):
-    args = ["--tokenize.max_length_tokens", "64", "--train.micro_batch_tokens", "1"]
+    args = ["--tokenize.max_length_tokens", "51", "--train.micro_batch_tokens", "1"]
     for stage in ("prepare", "regenerate", "tokenize", "extract", "train"):
         assert main([stage, str(path), *args]) == 0
+    cfg = configfile.load(path, {"tokenize.max_length_tokens": 51})
+    samples = tokenize_stage.read_samples(cfg, tokenize_stage.finished(cfg), "train")
+    assert 1 in {sum(sample.loss_mask) for sample in samples}
 
 
 def test_a_tokenizer_with_tokens_that_the_target_lacks(path, capsys, tmp_path):
@@ -421,10 +423,8 @@ def test_a_broken_template_or_generation_config_is_named(path, capsys, tmp_path)
     assert "error in its line" in said and "prompts.jsonl" not in said
 
 
-def test_a_truncated_shard_of_an_unfinished_store(path, capsys):
-    for stage in ("prepare", "regenerate", "tokenize", "extract"):
-        assert main([stage, str(path)]) == 0
-    store = path.parent / "run" / "features"
+def test_a_truncated_shard_of_an_unfinished_store(stored, capsys):
+    store = stored.parent / "run" / "features"
     manifest = json.loads((store / "manifest.json").read_text())
     begun = ("kind", "inputs", "counts", "made_by")
     (store / "manifest.json").write_text(
@@ -432,8 +432,7 @@ def test_a_truncated_shard_of_an_unfinished_store(path, capsys):
     )
     shard = store / "shard-000000.safetensors"
     shard.write_bytes(shard.read_bytes()[:1000])
-    capsys.readouterr()
-    said = refused(capsys, "extract", path)
+    said = refused(capsys, "extract", stored)
     assert "shard-000000" in said and "Delete it" in said
     shard.unlink()
-    assert main(["extract", str(path)]) == 0
+    assert main(["extract", str(stored)]) == 0

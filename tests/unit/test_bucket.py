@@ -1,13 +1,15 @@
 """A store on S3: real server processes, which are also killed, busy, and strict about signatures."""
 
+import os
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 
 import s3_servers
-from draftsmith import places
+from draftsmith import bucket, places
 from draftsmith.core import Damaged, UserError
 from draftsmith.features import StoreSource
 from draftsmith.store.reader import StoreReader
@@ -123,16 +125,86 @@ def test_a_server_that_is_killed_and_comes_back_is_waited_for(tmp_path, monkeypa
         assert (stored / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_busy_server_is_asked_again(moto, monkeypatch):
-    busy = s3_servers.Busy(moto.url)
+@pytest.mark.parametrize("how", ["503", "cut", "slow"])
+def test_a_busy_broken_or_slow_server_is_asked_again(moto, monkeypatch, small_parts, how):
+    busy = s3_servers.Busy(moto.url, how)
     try:
         s3_servers.use(monkeypatch, busy.url)
         made = features([6, 7])
-        write_store(f"{WHERE}/busy", made, inputs())
-        assert torch.equal(StoreReader(f"{WHERE}/busy").read(99)["hidden"], made[1].hidden)
-        assert busy.refused > busy.served > 5
+        write_store(f"{WHERE}/{how}", made, inputs())
+        assert torch.equal(StoreReader(f"{WHERE}/{how}").read(99)["hidden"], made[1].hidden)
+        place, data = places.at(f"{WHERE}/{how}"), os.urandom(11 << 20)
+        place.put_new("large", [memoryview(data)])
+        assert place.read("large") == data
+        assert how == "slow" or busy.refused > busy.served > 5
     finally:
         busy.close()
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Objects above 10 MiB go in parts of 5 MiB, S3's least."""
+    monkeypatch.setattr(bucket, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(bucket, "LARGE_BYTES", 10 << 20)
+
+
+def test_of_two_writers_of_a_large_object_the_first_keeps_it(moto, monkeypatch, small_parts):
+    s3_servers.use(monkeypatch, moto.url)
+    place = places.at(f"{WHERE}/large")
+    first, second = ([memoryview(bytes([n]) * (6 << 20))] * 2 for n in (1, 2))
+    place.put_new("x", first)
+    monkeypatch.setattr(bucket.Bucket, "_exists", lambda self, name: False)  # both began at once
+    place.put_new("x", second)
+    assert place.read("x") == b"".join(first)
+    assert list(place._listed()) == ["x"], "nothing is left aside"
+    out = bytearray(12 << 20)
+    place.read_into("x", 0, memoryview(out))
+    assert out == b"".join(first)
+
+
+def test_a_server_killed_while_a_large_object_goes_up(tmp_path, monkeypatch, small_parts):
+    server = s3_servers.localbucket(tmp_path)
+    s3_servers.use(monkeypatch, server.url)
+    place, data = places.at(WHERE), os.urandom(40 << 20)
+
+    def kill_and_start():
+        for pause in (0.1, 0.4, 0.7):
+            time.sleep(pause)
+            server.kill()
+            time.sleep(0.2)
+            server.start()
+
+    trouble = threading.Thread(target=kill_and_start)
+    trouble.start()
+    try:
+        place.put_new("x", [memoryview(data)])
+        trouble.join()
+        assert place.read("x") == data and place.names() == ["x"]
+    finally:
+        trouble.join()
+        server.kill()
+
+
+def test_what_dead_writers_put_aside_is_hidden_and_goes_after_a_day(moto, monkeypatch):
+    s3_servers.use(monkeypatch, moto.url)
+    place = places.at(f"{WHERE}/left")
+    for name in ("x", ".x.0123.tmp"):
+        place.replace(name, b"1")
+    place.remove_leftovers()
+    assert place.names() == ["x"] and len(place._listed()) == 2, "it may be another writer's"
+    monkeypatch.setattr(bucket, "LEFT_AFTER", timedelta(0))
+    place.remove_leftovers()
+    assert list(place._listed()) == ["x"]
+
+
+def test_a_server_that_cannot_copy_in_parts_is_one_message(tmp_path, monkeypatch, small_parts):
+    server = s3_servers.nanio(tmp_path)
+    try:
+        s3_servers.use(monkeypatch, server.url)
+        with pytest.raises(UserError, match=r"UploadPartCopy.*Lower extract\.shard_bytes"):
+            places.at(WHERE).put_new("x", [memoryview(bytes(11 << 20))])
+    finally:
+        server.kill()
 
 
 def test_a_server_that_stays_away_is_one_message(monkeypatch):

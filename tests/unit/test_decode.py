@@ -1,7 +1,10 @@
 """Speculative decoding is exact: the text of the autoregressive loop, whatever the proposer, on every family."""
 
+from functools import cache
+
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from draftsmith.decode import session as session_module
 from draftsmith.decode.batch import generate_batch
@@ -66,6 +69,15 @@ def decode(model, prompt, proposer, *, max_new=200, eos=()) -> Trace:
     return speculate(TargetSession(model, TAPS), prompt, proposer, end)
 
 
+@cache
+def written(
+    family: str, dtype: torch.dtype = torch.float32, prompt: int = 11, tokens: int = 220
+) -> tuple[PreTrainedModel, list[int], list[int]]:
+    """A model, a prompt of so many tokens, and what the autoregressive loop writes after it."""
+    model, ids = build(family, dtype), random_ids(prompt)
+    return model, ids, decode(model, ids, NoProposer(), max_new=tokens).tokens
+
+
 def shape_for(
     model, block: int, layer_types=("full_attention", "sliding_attention")
 ) -> DrafterShape:
@@ -80,14 +92,12 @@ def shape_for(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_acceptance_length_leaves_the_autoregressive_text(family, dtype):
-    model = build(family, dtype)
-    prompt = random_ids(11)
-    want = decode(model, prompt, NoProposer(), max_new=220)
-    assert len(want.tokens) == 220
-    assert len(set(want.tokens)) > 20, "the random target must not be stuck on one token"
+    model, prompt, want = written(family, dtype)
+    assert len(want) == 220
+    assert len(set(want)) > 20, "the random target must not be stuck on one token"
     for block in (2, 5, 16):
-        got = decode(model, prompt, Oracle(prompt + want.tokens, block, seed=block), max_new=220)
-        assert got.tokens == want.tokens
+        got = decode(model, prompt, Oracle(prompt + want, block, seed=block), max_new=220)
+        assert got.tokens == want
         assert len(set(got.accepted)) >= min(block, 7), "rollbacks of many depths"
 
 
@@ -97,21 +107,19 @@ def test_drafter_lookup_and_autoregressive_agree(family):
     drafter = DFlash(shape_for(model, 8)).init_weights(3).eval().share(*unembed(model))
     for seed in range(2):
         prompt = random_ids(30, seed)
-        want = decode(model, prompt, NoProposer(), max_new=80)
+        want = decode(model, prompt, NoProposer(), max_new=50)
         for proposer in (
             DraftProposer(drafter),
             LookupProposer(7),
             Oracle(prompt + want.tokens, 8, seed),
         ):
-            assert decode(model, prompt, proposer, max_new=80).tokens == want.tokens
+            assert decode(model, prompt, proposer, max_new=50).tokens == want.tokens
 
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_committed_state_is_the_autoregressive_state(family, tree):
-    model = build(family, torch.float64)
-    prompt = random_ids(9)
-    want = decode(model, prompt, NoProposer(), max_new=60).tokens
+    model, prompt, want = written(family, torch.float64, prompt=9, tokens=60)
     sessions = [TargetSession(model, TAPS) for _ in range(2)]
     for session in sessions:
         session.prefill(prompt)
@@ -150,9 +158,7 @@ def test_committed_state_is_the_autoregressive_state(family, tree):
 @pytest.mark.parametrize("family", GDN_FAMILIES)
 def test_a_state_that_is_not_rolled_back_is_seen(family, monkeypatch):
     """The broken version: keys are dropped, the recurrent state stays advanced (what `cache.crop` leaves)."""
-    model = build(family)
-    prompt = random_ids(11)
-    want = decode(model, prompt, NoProposer(), max_new=100)
+    model, prompt, want = written(family)
 
     @torch.inference_mode()
     def keys_only(self, path):
@@ -165,17 +171,13 @@ def test_a_state_that_is_not_rolled_back_is_seen(family, monkeypatch):
         self._block = None
 
     monkeypatch.setattr(session_module.TargetSession, "commit", keys_only)
-    assert (
-        decode(model, prompt, Oracle(prompt + want.tokens, 8, seed=1), max_new=100).tokens
-        != want.tokens
-    )
+    assert decode(model, prompt, Oracle(prompt + want, 8, seed=1), max_new=60).tokens != want[:60]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answer_ends_inside_a_block_and_mask_ids_in_the_text(family):
-    model = build(family)
-    prompt = random_ids(11)
-    free = decode(model, prompt, NoProposer(), max_new=60).tokens
+    model, prompt, free = written(family)
+    free = free[:60]
     for eos in (free[10], free[17], free[33]):
         want = decode(model, prompt, NoProposer(), max_new=60, eos=[eos])
         got = decode(
@@ -271,24 +273,20 @@ def test_convolutions_walk_ancestors(history):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_moe", "gemma3"])
 def test_trees_leave_the_autoregressive_text(family, dtype):
-    model = build(family, dtype)
-    prompt = random_ids(11)
-    want = decode(model, prompt, NoProposer(), max_new=150)
+    model, prompt, want = written(family, dtype)
     for seed, block in ((1, 4), (2, 9)):
-        got = decode(model, prompt, TreeOracle(prompt + want.tokens, block, seed), max_new=150)
-        assert got.tokens == want.tokens
+        got = decode(model, prompt, TreeOracle(prompt + want, block, seed), max_new=150)
+        assert got.tokens == want[:150]
         assert len(set(got.accepted)) >= 3 and max(got.drafted) > max(got.accepted)
 
 
 @pytest.mark.parametrize("budget", [1, 7, 28])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_drafters_trees_leave_the_autoregressive_text(family, budget):
-    model = build(family, torch.float64)
+    model, prompt, want = written(family, torch.float64, prompt=21, tokens=60)
     drafter = DFlash(shape_for(model, 8)).init_weights(3).double().eval().share(*unembed(model))
-    prompt = random_ids(21)
-    want = decode(model, prompt, NoProposer(), max_new=60)
     got = decode(model, prompt, DraftProposer(drafter, tree_budget=budget), max_new=60)
-    assert got.tokens == want.tokens and set(got.drafted) == {budget}
+    assert got.tokens == want and set(got.drafted) == {budget}
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma3"])

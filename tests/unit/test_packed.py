@@ -5,10 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftsmith.core import FaultFound, Sample
 from draftsmith.target import packed as packed_module
+from draftsmith.target.forward import StatesForward
 from draftsmith.target.load import text_decoder
-from draftsmith.target.packed import can_pack, pack, packed
+from draftsmith.target.packed import PackedRow, can_pack, pack, packed
 from draftsmith.target.rows import plan_packed_rows
+from draftsmith.target.selftest import self_test
 from draftsmith.target.taps import capture
 from tiny_models import GDN_FAMILIES, build, random_ids
 
@@ -41,20 +44,17 @@ def worst_difference(family: str) -> float:
 
 @pytest.mark.parametrize("family", [*GDN_FAMILIES, "qwen3_5_moe", "qwen3", "llama", "gemma3"])
 def test_a_packed_sample_is_as_if_alone(family):
-    assert can_pack(text_decoder(build(family)))
+    assert can_pack(text_decoder(build(family)).config.model_type)
     assert worst_difference(family) < 1e-4
 
 
 def test_families_that_are_not_proven_are_not_packed():
     for family in ("bamba",):
-        assert not can_pack(text_decoder(build(family)))
+        assert not can_pack(text_decoder(build(family)).config.model_type)
 
 
-@pytest.mark.parametrize("leak", ["convolution", "state", "attention"])
-def test_each_leak_shows(monkeypatch, leak):
-    """The same comparison fails when the convolution or the state is not reset, or attention leaks.
-    (Positions that run on change nothing: rotary attention sees differences only.)
-    """
+def plant(monkeypatch, leak: str) -> None:
+    """Make packed rows leak over the samples' boundaries."""
     if leak == "convolution":
         real = packed_module._conv
         monkeypatch.setattr(packed_module, "_conv", lambda row: real(pack([[0] * row.bounds[-1]])))
@@ -65,7 +65,7 @@ def test_each_leak_shows(monkeypatch, leak):
             "_rule",
             lambda original, row: real_rule(original, pack([[0] * row.bounds[-1]])),
         )
-    else:
+    elif leak == "attention":
         real_attention = packed_module._attention
 
         def one_sample(*args, **kwargs):
@@ -76,7 +76,63 @@ def test_each_leak_shows(monkeypatch, leak):
                 packed_module._rows.pop()
 
         monkeypatch.setattr(packed_module, "_attention", one_sample)
+    else:
+        assert leak == "positions"
+
+        def running_on(samples, **options):
+            row = pack(samples, **options)
+            positions = torch.arange(row.bounds[-1])[None]
+            return PackedRow(row.input_ids, positions, row.cu_seqlens, row.bounds)
+
+        monkeypatch.setattr("draftsmith.target.forward.pack", running_on)
+
+
+@pytest.mark.parametrize("leak", ["convolution", "state", "attention"])
+def test_each_leak_shows(monkeypatch, leak):
+    """The same comparison fails when the convolution or the state is not reset, or attention leaks.
+    (Positions that run on change nothing: rotary attention sees differences only.)
+    """
+    plant(monkeypatch, leak)
     assert worst_difference("qwen3_5") > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("leak", [None, "convolution", "state", "attention", "positions"])
+def test_the_self_test_stops_a_leak(monkeypatch, leak, dtype):
+    """On the weights as loaded, whatever the dtype, with its noise floor beside it."""
+    samples = [Sample(i, random_ids(200, i), [1] * 200) for i in range(5)]
+    family = "qwen3" if leak == "attention" else "qwen3_5"  # whose one attention layer is the last
+    forward = StatesForward(build(family, dtype), [0, 1, 2], "none", dtype, row_tokens=500)
+    if leak is None:
+        numbers = self_test(forward, samples)
+        assert len(numbers["packed"]) == len(numbers["noise_floor"]) == 3
+        return
+    plant(monkeypatch, leak)
+    with pytest.raises(
+        FaultFound, match="positions run on" if leak == "positions" else "runs on over"
+    ):
+        self_test(forward, samples)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+@pytest.mark.parametrize("final", ["argmax", "state"])
+def test_packed_features_equal_padded_ones(family, final):
+    """Everything that is stored, in the order of the row."""
+    samples = [Sample(i, random_ids(n, i), [1] * n) for i, n in enumerate(LENGTHS)]
+    taps = [0, 2]
+    rows = []
+    for row_tokens in (None, 400):
+        forward = StatesForward(build(family), taps, final, torch.float32, row_tokens=row_tokens)
+        rows.append(forward(samples).features())
+    for padded, mine in zip(*rows, strict=True):
+        assert padded.sample is mine.sample
+        torch.testing.assert_close(mine.hidden, padded.hidden, rtol=0, atol=1e-4)
+        if final == "state":
+            torch.testing.assert_close(
+                mine.extra["final"], padded.extra["final"], rtol=0, atol=1e-4
+            )
+        else:
+            assert (mine.extra["argmax"] == padded.extra["argmax"]).float().mean() > 0.98
 
 
 def test_the_model_is_as_before_afterwards():

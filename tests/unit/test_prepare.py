@@ -348,7 +348,7 @@ def test_a_worker_ends_with_its_parent(tmp_path):
     import sys
     import time
 
-    rows = [chat(f"question {i}", "x" * 900) for i in range(40_000)]
+    rows = [chat(f"question {i}", "x" * 900) for i in range(16_000)]
     path = jsonl(tmp_path / "a.jsonl", rows)
     args = str(config(tmp_path, path, workers=2))
     process = subprocess.Popen(

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
-from runs import write_config
+from runs import resume
 from safetensors.torch import load_file, save_file
 from test_drafter import MIXED, drafter_for, shape
 
@@ -143,10 +144,12 @@ def test_a_warm_start_must_not_be_contradicted():
             warm_shape(wrong, its, taps)
 
 
-def test_a_warm_start_goes_on_where_the_drafter_was(tmp_path, capsys):
+def test_a_warm_start_goes_on_where_the_drafter_was(extracted, tmp_path, capsys):
     """Train, then start another run from its export: the first loss is the first run's last, and
     the export can be evaluated in place of a trained drafter."""
-    path = write_config(tmp_path)
+    asked = {"methods": ["ar", "chain"], "max_prompts": 2}
+    path = resume(extracted, tmp_path, "extract", evaluate=asked)
+    shutil.copytree(tmp_path / "run", tmp_path / "warm")
     assert main(["run", str(path), "--train.epochs", "8"]) == 0
     export = tmp_path / "run" / "export"
     card = (export / "README.md").read_text()

@@ -69,7 +69,7 @@ class Proxy:
                 elif what.isdigit():
                     self._send(int(what), b'{"error": "injected"}')
                 elif what == "stall":
-                    time.sleep(20)
+                    time.sleep(12)
                     self.close_connection = True
                 elif what == "drop":
                     self.close_connection = True
@@ -104,7 +104,7 @@ class Proxy:
 
 def config(folder: Path, url: str | None, prompts: int = 8, turns: str = "last", **asked: Any):
     """CONFIG whose answers come from `url`."""
-    settings = {"concurrency": 2, "retries": 4, **asked, "loop_ngram": None}
+    settings = {"concurrency": 2, "retries": 4, "max_new_tokens": 8, "loop_ngram": None, **asked}
     if url:
         settings["servers"] = [url]
     tokens = {"turns": turns, "max_length_tokens": 512}
@@ -125,7 +125,7 @@ def made(path: Path) -> dict[tuple[int, int], dict[str, Any]]:
 def test_a_server_answers_as_the_target_does_in_process(server, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    served = made(config(tmp_path / "a", server))
+    served = made(config(tmp_path / "a", server, max_new_tokens=24))
     path = write_config(tmp_path / "b", 8, regenerate={"loop_ngram": None})
     alone = made(path)
     assert served.keys() == alone.keys() and len(served) == 8
@@ -176,7 +176,7 @@ def test_faults_are_asked_again_and_refusals_are_listed(server, tmp_path):
         return kinds[mine % len(kinds)] if times == 1 else "ok"
 
     proxy = Proxy(server, fault)
-    path = config(tmp_path, proxy.url, prompts=12, timeout_s=10, max_failures=0.2)
+    path = config(tmp_path, proxy.url, prompts=12, timeout_s=6, max_failures=0.2)
     rows = made(path)
     proxy.close()
     assert len(rows) == 11
@@ -211,21 +211,21 @@ def test_killed_it_asks_nothing_twice(server, tmp_path):
         return "ok"
 
     proxy = Proxy(server, fault)
-    path = config(tmp_path, proxy.url, prompts=14, concurrency=1)
+    path = config(tmp_path, proxy.url, prompts=9, concurrency=1)
     assert main(["prepare", str(path)]) == 0
 
     def some_answers(run: Path) -> bool:
         journal = run / "data/answers/journal.jsonl"
-        return journal.exists() and journal.read_bytes().count(b"\n") >= 5
+        return journal.exists() and journal.read_bytes().count(b"\n") >= 3
 
     kill_when(["regenerate", path], tmp_path / "run", "regenerate", some_answers)
     before = dict(proxy.answered)
     assert command("regenerate", path).returncode == 0
     proxy.close()
     twice = [question for question, times in proxy.answered.items() if times > 1]
-    assert len(before) >= 5 and len(twice) <= 1, "at most the one that was on its way"
+    assert len(before) >= 3 and len(twice) <= 1, "at most the one that was on its way"
     (tmp_path / "other").mkdir()
-    other = config(tmp_path / "other", server, prompts=14)
+    other = config(tmp_path / "other", server, prompts=9)
     made(other)
     one, two = (
         contents(tmp_path / "run/data/answers"),
@@ -246,9 +246,33 @@ def test_servers_that_die_stop_the_stage_with_their_last_word(server, tmp_path, 
     assert "nothing that answers" in capsys.readouterr().err
 
 
+STAND_IN = """
+import json, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        known = {"/health": {}, "/v1/models": {"data": [{"id": "m"}]}}
+        self.answer(200 if self.path in known else 404, known.get(self.path, {}))
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        time.sleep(0.1)
+        said = {"role": "assistant", "content": "An answer."}
+        self.answer(200, {"choices": [{"message": said, "finish_reason": "stop"}]})
+    def answer(self, code, data):
+        body = json.dumps(data).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
 def test_a_launched_server_is_revived_and_stopped(tmp_path):
-    command_line = " ".join([SERVE, *OPTIONS])
-    path = config(tmp_path, None, prompts=24, launch=command_line, wait_s=120, retries=8)
+    """A stand-in that starts at once: what is tested is who starts and stops it."""
+    (tmp_path / "server.py").write_text(STAND_IN)
+    command_line = f"{sys.executable} {tmp_path / 'server.py'} serve"
+    path = config(tmp_path, None, prompts=24, launch=command_line, wait_s=60, retries=8)
     assert main(["prepare", str(path)]) == 0
     log = tmp_path / "run/logs/server-0.log"
     killed: list[int] = []
@@ -267,7 +291,7 @@ def test_a_launched_server_is_revived_and_stopped(tmp_path):
     assert main(["regenerate", str(path)]) == 0
     thread.join()
     assert killed and len(answers(path)) == 24
-    assert log.read_text().count("transformers serve") == 2
+    assert log.read_text().count("server.py serve --port") == 2
     assert not serving(log.read_text().splitlines()[0].split()[-1])
 
 

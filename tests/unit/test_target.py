@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from draftsmith.config import FeaturesConfig
 from draftsmith.core import Sample, UserError
-from draftsmith.extract import StatesForward, _check_states, plan_shards
-from draftsmith.store.shards import SampleFeatures
+from draftsmith.extract.plan import plan_shards
+from draftsmith.target.forward import RowStates, StatesForward
 from draftsmith.target.load import eos_ids, inspect_target, load_target, text_decoder
 from draftsmith.target.rows import plan_rows
 from draftsmith.target.taps import auto_taps, resolve_taps
@@ -40,8 +40,7 @@ def test_row_plan(lengths, budget, seed):
         assert lengths[row[0]] == longest
     assert plan.padded_tokens >= plan.num_tokens == sum(lengths)
     assert plan == plan_rows(lengths, tokens_per_batch=budget, seed=seed), "a pure function"
-    samples = [Sample(i, [0] * n, [1] * n) for i, n in enumerate(lengths)]
-    shards = plan_shards(plan, samples, bytes_per_token=10, shard_bytes=1000)
+    shards = plan_shards(plan, lengths, bytes_per_token=10, shard_bytes=1000)
     assert [row for shard in shards for row in shard] == plan.rows
     for shard in shards[:-1]:
         assert sum(lengths[i] for row in shard for i in row) * 10 >= 1000
@@ -64,7 +63,7 @@ def test_extracted_states_equal_each_samples_own_forward(family):
         )
     for final in ("argmax", "none"):
         forward = StatesForward(model, taps, final, torch.float32)
-        for features in forward(samples):
+        for features in forward(samples).features():
             hidden, argmax = want[features.sample.sample_id]
             torch.testing.assert_close(features.hidden, hidden, rtol=0, atol=1e-4)
             if final == "argmax":
@@ -78,10 +77,15 @@ def test_extracted_states_equal_each_samples_own_forward(family):
 def test_final_state_is_before_the_final_norm():
     model = build("qwen3_5")
     sample = Sample(0, random_ids(20), [1] * 20)
-    features = next(StatesForward(model, [1], "state", torch.float32)([sample]))
+    (features,) = StatesForward(model, [1], "state", torch.float32)([sample]).features()
     normed = model.model.norm(features.extra["final"])
     want = model(torch.tensor([sample.input_ids]), output_hidden_states=True).hidden_states[-1][0]
     torch.testing.assert_close(normed, want, rtol=0, atol=1e-4)
+
+
+def _row_of(sample: Sample, hidden: torch.Tensor) -> RowStates:
+    host = {"hidden": hidden, "peaks": torch.linalg.vector_norm(hidden, float("inf"), dim=-1)}
+    return RowStates([sample], [(0, len(hidden))], host, [3, 5], None)
 
 
 def test_zero_and_nan_states_stop_and_are_named():
@@ -90,7 +94,7 @@ def test_zero_and_nan_states_stop_and_are_named():
         hidden = torch.ones(2, 2, 4)
         hidden[:, 1] = bad
         with pytest.raises(UserError, match="sample 17, tap 5") as error:
-            _check_states(SampleFeatures(sample, hidden, {}), [3, 5])
+            _row_of(sample, hidden).features()
         assert words in str(error.value)
 
 

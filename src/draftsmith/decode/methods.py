@@ -2,7 +2,9 @@
 the controls.
 """
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,11 @@ def measure(
     prompts: list[Sample],
     eos: list[int],
     progress: Callable[..., None],
+    kept: Path,
 ) -> dict[str, list[Trace]]:
     """Every method's trace of every prompt. Methods take turns prompt by prompt, so that machine
-    noise hits all alike.
+    noise hits all alike. A prompt's traces are a line of the file `kept`; those that are there
+    already are not made again.
     """
     drafters = _drafters(cfg, target, checkpoint)
     shape = drafters["chain"].shape
@@ -74,12 +78,18 @@ def measure(
             return DraftProposer(trained, tree_budget=cfg.evaluate.tree_budget)
         return DraftProposer(drafters[method], sampling=sampling)
 
+    for line in _read_kept(kept)[: len(prompts)]:
+        for method in cfg.evaluate.methods:
+            traces[method].append(Trace(**line[method]))
+    done = sum(map(len, traces.values()))
+    progress(done)
     decode("ar", prompts[0], prompts[0])  # warm up
-    done = 0
-    for i, sample in enumerate(prompts):
+    for i, sample in list(enumerate(prompts))[len(traces["ar"]) :]:
         other = prompts[(i + 1) % len(prompts)]
         for method in cfg.evaluate.methods:
             traces[method].append(decode(method, sample, other))
+        with open(kept, "a") as file:
+            file.write(json.dumps({name: asdict(mine[i]) for name, mine in traces.items()}) + "\n")
         done += len(traces)
         shown = {f"tau_{m}": _running_tau(traces[m]) for m in cfg.evaluate.methods if m != "ar"}
         progress(done, **shown)
@@ -91,6 +101,14 @@ def measure(
             remedy="Look at the answers (RUN/data/answers), or use other prompts.",
         )
     return traces
+
+
+def _read_kept(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of an earlier run that was stopped; what follows them is cut off."""
+    whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+    lines = [json.loads(line) for line in whole.splitlines()]
+    path.write_bytes(whole + b"\n" if lines else b"")
+    return lines
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.core import Stopped, UserError
-from draftsmith.files import disk_errors, remove_leftovers, write_json
+from draftsmith.files import disk_errors, process_lives, remove_leftovers, write_json
 
 WORKING = {
     "prepare": "PREPARING",
@@ -99,10 +99,7 @@ class StageReport:
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line of events.jsonl."""
-        record = {"at": round(time.time(), 3), "stage": self.stage, "kind": kind, **fields}
-        path = self.root / "events.jsonl"
-        with disk_errors(path), open(path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        event(self.root, self.stage, kind, **fields)
 
     def end(self, state: str, failure: dict[str, Any] | None = None) -> None:
         """DONE, FAILED or STOPPED."""
@@ -123,6 +120,23 @@ class StageReport:
                 self._write()
 
 
+def event(root: Path, stage: str, kind: str, **fields: Any) -> None:
+    """One line of events.jsonl."""
+    record = {"at": round(time.time(), 3), "stage": stage, "kind": kind, **fields}
+    path = root / "events.jsonl"
+    with disk_errors(path), open(path, "a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def fail(root: Path, cause: str) -> None:
+    """A run whose stages are done has failed all the same."""
+    path = root / "state.json"
+    if path.exists():
+        failure = {"cause": cause, "trace": ""}
+        write_json(path, {**json.loads(path.read_text()), "state": "FAILED", "failure": failure})
+    event(root, "run", "failed", cause=cause, trace="")
+
+
 @contextlib.contextmanager
 def stage_report(root: Path, stage: str) -> Iterator[StageReport]:
     """Run a stage's body under a lock on the folder and record how it ended."""
@@ -135,7 +149,7 @@ def stage_report(root: Path, stage: str) -> Iterator[StageReport]:
             expected="a folder to write in",
             remedy="Choose another `run:`.",
         ) from None
-    with _locked(root):
+    with locked(root):
         remove_leftovers(root)
         report = StageReport(root, stage)
         stop = threading.Event()
@@ -206,7 +220,7 @@ def _works(root: Path, state: dict[str, Any], worker: dict[str, Any]) -> bool:
     if worker["host"] != socket.gethostname():
         return time.time() - state["heartbeat_at"] < DEAD_AFTER_S
     if state["state"] == "QUEUED":  # between two stages nobody holds the lock
-        return _alive(worker["pid"])
+        return process_lives(worker["pid"])
     with contextlib.suppress(OSError), open(root / ".lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -252,18 +266,6 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return True
-
-
 def _gpus() -> list[dict[str, Any]]:
     import torch  # a worker has it loaded; readers of state.json never come here
 
@@ -284,7 +286,8 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
+def locked(root: Path) -> Iterator[None]:
+    """One process at a time in a run's folder. Raises UserError when another is there."""
     with open(root / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

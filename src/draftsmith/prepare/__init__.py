@@ -64,16 +64,16 @@ def finished(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _inputs(cfg: RunConfig) -> dict[str, Any]:
-    # The path is left out: a file that moves stays the same data.
+    made_from = _made_from(cfg)
     sources = [
-        {
-            **source.model_dump(exclude={"path", "name"}),
-            "name": source.name or label(source),
-            "sha256": source_digest(source),
-        }
-        for source in cfg.prepare.sources
+        _source(source, made_from["sources"][n] if made_from else None)
+        for n, source in enumerate(cfg.prepare.sources)
     ]
-    suites = [file_digest(Path(p)) for p in cfg.prepare.decontaminate if Path(p).is_file()]
+    paths = [Path(path) for path in cfg.prepare.decontaminate]
+    if made_from and paths and not any(path.is_file() for path in paths):
+        suites = made_from["decontaminate"]
+    else:
+        suites = [file_digest(path) for path in paths if path.is_file()]
     return {
         **cfg.prepare.model_dump(exclude={"sources", "decontaminate", "workers"}),
         "sources": sources,
@@ -81,6 +81,29 @@ def _inputs(cfg: RunConfig) -> dict[str, Any]:
         "seed": cfg.seed,
         "regenerate": cfg.regenerate.enabled,
     }
+
+
+def _made_from(cfg: RunConfig) -> dict[str, Any] | None:
+    """What complete conversations of as many sources were made from. Of a run with a mirror, files that
+    are gone (it goes on on another machine) count as unchanged: their text is here.
+    """
+    manifest = manifests.read(folder(cfg))
+    if cfg.mirror is None or manifest is None or not manifest["complete"]:
+        return None
+    inputs = manifest["inputs"]
+    return inputs if len(inputs["sources"]) == len(cfg.prepare.sources) else None
+
+
+def _source(source: SourceConfig, made_from: dict[str, Any] | None) -> dict[str, Any]:
+    # The path is left out: a file that moves stays the same data.
+    said = {
+        **source.model_dump(exclude={"path", "name"}),
+        "name": source.name or label(source),
+    }
+    gone = not source.path.startswith(HUB) and not Path(source.path).exists()
+    if gone and made_from is not None and {**made_from, **said} == made_from:
+        return made_from
+    return {**said, "sha256": source_digest(source)}
 
 
 def place(cfg: RunConfig, row: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Random access to the samples of a complete store, local or on S3: one range read a sample."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -68,7 +69,7 @@ class StoreReader:
             return shard.small[name][first:last]
         span = shard.header.spans[name]
         (data,) = self.place.read_ranges(shard.name, [shard.row_span(where.place, name)])
-        return tensor_of(data, span).reshape(last - first, *span.shape[1:])
+        return tensor_of(data, replace(span, shape=[last - first, *span.shape[1:]]))
 
     def states_into(self, sample_id: int, out: Tensor) -> Tensor:
         """Read the sample's states into `out` [n, taps, H], contiguous; `out`."""

@@ -5,7 +5,9 @@ them), input_ids [N] int32, loss_mask [N] uint8, offsets [S+1] int64, sample_ids
 [S, taps] int64, and final [N, H] or argmax [N] int32 when asked for.
 """
 
+import bisect
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +93,11 @@ def shard_name(index: int) -> str:
     return f"shard-{index:06d}.safetensors"
 
 
+def shard_number(name: str) -> int:
+    """The index in a shard's file name."""
+    return int(name.removeprefix("shard-").removesuffix(".safetensors"))
+
+
 def about(inputs: dict[str, Any]) -> dict[str, str]:
     """What a shard's header says of the store it belongs to."""
     said = {key: inputs[key] for key in ("target", "taps", "dtype", "codec", "final")}
@@ -98,10 +105,43 @@ def about(inputs: dict[str, Any]) -> dict[str, str]:
 
 
 def write_shard(
-    place: Place, name: str, samples: list[SampleFeatures], codec: Codec, said: dict[str, str]
-) -> None:
-    """Write one shard; it appears whole, or another writer's does."""
-    place.put_new(name, pack(_fields(samples, codec), said))
+    place: Place,
+    name: str,
+    samples: list[SampleFeatures],
+    codec: Codec,
+    said: dict[str, str],
+    room: int | None = None,
+) -> tuple[int, int]:
+    """Write one shard of all samples, or of the first ones that fit into `room` bytes with their part
+    of the index; it appears whole, or another writer's does. The samples written, and the room taken;
+    nothing is written when none fits.
+    """
+    count, parts = len(samples), pack(_fields(samples, codec), said)
+    if room is not None and _takes(parts, count) > room:
+
+        def taken_by(first: int) -> int:
+            return _takes(pack(_fields(samples[:first], codec), said), first)
+
+        count = bisect.bisect_right(
+            range(1, count), room, key=taken_by
+        )  # packed anew: once a store
+        parts = pack(_fields(samples[:count], codec), said) if count else []
+    if count:
+        place.put_new(name, parts)
+    return count, _takes(parts, count)
+
+
+INDEX_ROW_BYTES, ENTRY_BYTES = 48, 320
+"""What a sample takes in the index, and a shard in the manifest."""
+
+
+def room_taken(size: int, count: int) -> int:
+    """What a shard of `size` bytes and `count` samples takes of a store's budget."""
+    return size + count * INDEX_ROW_BYTES + ENTRY_BYTES
+
+
+def _takes(parts: Sequence[memoryview], count: int) -> int:
+    return room_taken(sum(map(len, parts)), count)
 
 
 def _fields(samples: list[SampleFeatures], codec: Codec) -> list[Field]:

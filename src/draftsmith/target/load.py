@@ -3,6 +3,7 @@ checkpoints as text models.
 """
 
 import hashlib
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,9 +159,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def load_target(target: TargetConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The target with its lm_head, frozen, in eval mode, on its device."""
+    """The target with its lm_head, frozen, in eval mode, on its device or devices."""
     dtype = dtype or getattr(torch, target.dtype)
     device = device_of(target)
+    placement = _placement(target, device)
     hf_logging.disable_progress_bar()
     if device.type == "cpu":
         hf_logging.set_verbosity_error()  # it would advise kernels that need a GPU
@@ -172,6 +174,7 @@ def load_target(target: TargetConfig, *, dtype: torch.dtype | None = None) -> Pr
             dtype=dtype,
             attn_implementation="sdpa",
             output_loading_info=True,
+            **placement,
         ),
     )
     if info["missing_keys"]:  # Transformers would go on with random ones
@@ -182,7 +185,27 @@ def load_target(target: TargetConfig, *, dtype: torch.dtype | None = None) -> Pr
             expected="all weights",
             remedy="Copy or download the model again.",
         )
-    return model.to(device).eval().requires_grad_(False)
+    model = model if placement else model.to(device)
+    return model.eval().requires_grad_(False)
+
+
+def _placement(target: TargetConfig, device: torch.device) -> dict[str, Any]:
+    """How Transformers places weights while it reads them: with accelerate straight from the files to
+    the GPU, or over several; without, through this process's memory (a copy a process).
+    """
+    if device.type == "cpu":
+        return {}
+    if importlib.util.find_spec("accelerate") is not None:
+        return {"device_map": {"": 0} if target.gpus_per_replica == 1 else "balanced"}
+    if target.gpus_per_replica > 1:
+        raise UserError(
+            where="target.gpus_per_replica",
+            found=f"{target.gpus_per_replica}, and no accelerate",
+            expected="the library that places a model on several GPUs",
+            remedy="pip install 'draftsmith[gpu]'",
+        )
+    print("the weights go through host memory; pip install 'draftsmith[gpu]' spares it", flush=True)
+    return {}
 
 
 def text_decoder(model: PreTrainedModel) -> nn.Module:

@@ -12,6 +12,7 @@ Shapes: T tokens of the row, S samples, D channels, H heads, K/V head dims.
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from draftsmith.decode.gdn import is_gdn
+from draftsmith.target.fused import fused
 
 ATTENTION = "draftsmith_packed"
 CHUNK, CONV = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
-ATTENTION_ONLY = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
-"""Families without recurrent layers that are proven packed; other ones run bucketed."""
+GDN_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
+ATTENTION_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
+"""`model_type`s that are proven packed (tests/unit/test_packed.py); other ones run right-padded."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,14 @@ class PackedRow:
 def pack(
     samples: list[list[int]], *, pad_to: int = 0, device: torch.device | str = "cpu"
 ) -> PackedRow:
-    """Lay samples end to end. With `pad_to`, one more sample of zeros fills the row, so that every
-    row has the same shape and nothing is compiled or tuned twice.
+    """Lay samples end to end. With `pad_to`, one more sample of zeros fills the row (a longer one up
+    to a quarter of it more), so that rows have few shapes and little is compiled or tuned twice.
     """
     rows = [*samples]
     held = sum(len(sample) for sample in samples)
+    if held > pad_to > 0:
+        step = max(1, pad_to // 4)
+        pad_to = -(-held // step) * step
     if held < pad_to:
         rows.append([0] * (pad_to - held))
     bounds = [0]
@@ -67,10 +72,14 @@ def pack(
     )
 
 
-def can_pack(decoder: nn.Module) -> bool:
+def can_pack(model_type: str) -> bool:
     """Whether rows of this family may be packed: proven in tests/unit/test_packed.py."""
-    config: Any = decoder.config
-    return is_gdn(decoder) or config.model_type in ATTENTION_ONLY
+    return model_type in GDN_FAMILIES + ATTENTION_FAMILIES
+
+
+def has_kernels(model_type: str) -> bool:
+    """Whether the kernels that pack this family on a GPU are installed: fla's, for GDN layers."""
+    return model_type not in GDN_FAMILIES or importlib.util.find_spec("fla") is not None
 
 
 @contextlib.contextmanager
@@ -89,7 +98,8 @@ def packed(model: PreTrainedModel, decoder: nn.Module, row: PackedRow) -> Iterat
         for name in names:
             setattr(module, name, own[name])
         model.set_attn_implementation(ATTENTION)
-        yield
+        with fused(decoder) if gpu else contextlib.nullcontext():
+            yield
     finally:
         _rows.pop()
         model.set_attn_implementation(before)
@@ -163,7 +173,7 @@ def _varlen(
         k_THd, v_THd = (x.repeat_interleave(groups, 1) for x in (k_THd, v_THd))
     if scaling is not None:
         options["scale"] = scaling
-    cu, longest = row.cu_seqlens, row.max_length
+    cu, longest = row.cu_seqlens.to(q_THd.device), row.max_length
     out = varlen_attn(q_THd, k_THd, v_THd, cu, cu, longest, longest, **options)
     return out[0] if isinstance(out, tuple) else out
 
@@ -229,7 +239,7 @@ def _fla_rule(row: PackedRow) -> Callable[..., tuple[Tensor, None]]:
             g=g,
             beta=beta,
             use_qk_l2norm_in_kernel=kwargs.get("use_qk_l2norm_in_kernel", False),
-            cu_seqlens=row.cu_seqlens,
+            cu_seqlens=row.cu_seqlens.to(q.device),  # layers may be on several GPUs
             **options,
         )
         return out, None
@@ -248,8 +258,9 @@ def _fla_conv(row: PackedRow) -> Callable[..., Tensor]:
         **_: Any,
     ) -> Tensor:
         x_BTD = x.transpose(1, 2).contiguous()
+        bounds = row.cu_seqlens.to(x.device)
         y, _state = causal_conv1d(
-            x_BTD, weight=weight, bias=bias, activation=activation, cu_seqlens=row.cu_seqlens
+            x_BTD, weight=weight, bias=bias, activation=activation, cu_seqlens=bounds
         )
         return y.transpose(1, 2)
 

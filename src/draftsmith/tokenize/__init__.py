@@ -16,11 +16,12 @@ import pyarrow.parquet as pq
 from draftsmith import manifest as manifests
 from draftsmith import prepare, regenerate, tables
 from draftsmith.config import RunConfig
-from draftsmith.core import Sample, StageResult, UserError
+from draftsmith.core import StageResult, UserError
 from draftsmith.monitor.state import StageReport, stage_report
 from draftsmith.parallel import num_workers, ordered_map
 from draftsmith.target.load import eos_ids, load_tokenizer, tokenizer_digest
 from draftsmith.tokenize import work
+from draftsmith.tokenize.samples import Samples
 from draftsmith.tokenize.work import Job, Rules, counts_of, tokenize_part
 
 LISTED = 100  # ids of useless samples that the manifest names
@@ -74,15 +75,10 @@ def _inputs(cfg: RunConfig, conversations: dict, answers: dict | None, tokenizer
     }
 
 
-def read_samples(
-    cfg: RunConfig, manifest: dict[str, Any], split: str | None = None
-) -> list[Sample]:
+def read_samples(cfg: RunConfig, manifest: dict[str, Any], split: str | None = None) -> Samples:
     """The samples of a split, or of both."""
-    return [
-        Sample(**row)
-        for row in tables.read_rows(folder(cfg), manifest)
-        if split is None or row["split"] == split
-    ]
+    names = sorted(name for name in manifest["files"] if name.endswith(".parquet"))
+    return Samples([folder(cfg) / name for name in names], split)
 
 
 def _jobs(cfg: RunConfig, conversations: dict, answers: dict | None) -> list[Job]:

@@ -2,13 +2,17 @@
 same disk does with plain files of the same size in the same minute.
 """
 
+import ctypes
 import io
 import json
+import mmap
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +21,31 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from draftsmith import files, places
 from draftsmith import manifest as manifests
-from draftsmith import places
 from draftsmith.config import Codec
 from draftsmith.core import Sample, UserError
-from draftsmith.features import StoreSource
+from draftsmith.features import THREADS, StoreSource
 from draftsmith.places import Place
+from draftsmith.plan import rates as rates_file
 from draftsmith.store import index, shards
 from draftsmith.store.codec import STATES
 from draftsmith.store.shards import KIND, SampleFeatures, shard_name, write_shard
 
 TOKENS, SHARD_BYTES = 512, 256 << 20
+MOST_CACHED = 0.02
 
 
 def run(
-    folder: Path, *, num_bytes: int, hidden: int, taps: int, states: Path | None, as_json: bool
+    folder: Path,
+    *,
+    num_bytes: int,
+    hidden: int,
+    taps: int,
+    states: Path | None,
+    repeats: int,
+    rates: Path | None,
+    as_json: bool,
 ) -> None:
     """Measure and print. `states`: a shard (codec none) whose states are used, else synthetic ones."""
     source = _real(states) if states else _synthetic(hidden, taps)
@@ -43,18 +57,44 @@ def run(
             expected=f"{num_bytes * 2 / 1e9:.1f} GB",
             remedy="Use --folder or --bytes.",
         )
+    rounds = []
     with tempfile.TemporaryDirectory(prefix="bench-store-", dir=folder) as scratch:
-        disk = _disk(Path(scratch), num_bytes)
-        rows = [_codec(Path(scratch), codec, source, num_bytes, disk) for codec in STATES]
+        for _ in range(repeats):  # the disk and every codec in the same minute
+            disk = _disk(Path(scratch), num_bytes)
+            codecs = [_codec(Path(scratch), codec, source, num_bytes, disk) for codec in STATES]
+            rounds.append({"disk_write_mb_s": disk[0], "disk_read_mb_s": disk[1], "codecs": codecs})
     result = {
         "folder": str(folder),
         "states": str(states or "synthetic"),
-        "disk_write_mb_s": disk[0],
-        "disk_read_mb_s": disk[1],
         "threads": torch.get_num_threads(),
-        "codecs": rows,
+        "repeats": repeats,
+        **_median(rounds),
     }
+    if rates is not None:
+        _write_rates(rates, result)
     print(json.dumps(result, indent=1) if as_json else _table(result))
+
+
+def _median(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of all numbers over the rounds, and the least and most of the rates."""
+    out: dict[str, Any] = {}
+    for name, value in rounds[0].items():
+        if isinstance(value, list):
+            columns = zip(*(one[name] for one in rounds), strict=True)
+            out[name] = [_median(list(column)) for column in columns]
+        elif isinstance(value, str):
+            out[name] = value
+        else:
+            values = [one[name] for one in rounds]
+            out[name], out[f"{name}_range"] = statistics.median(values), [min(values), max(values)]
+    return out
+
+
+def _write_rates(path: Path, result: dict[str, Any]) -> None:
+    """The disk's rates into a file of rates for `draftsmith plan`, whose other rates stay."""
+    known = rates_file.read(path) if path.exists() else {}
+    disk = {name: result[name] for name in ("disk_write_mb_s", "disk_read_mb_s")}
+    files.write_json(path, {**known, **disk})
 
 
 def _synthetic(hidden: int, taps: int) -> list[Tensor]:
@@ -88,18 +128,30 @@ def _real(path: Path) -> list[Tensor]:
 
 
 def _disk(folder: Path, num_bytes: int) -> tuple[float, float]:
-    """Rates in MB/s of the disk itself: shards' sizes written and synced, then read uncached."""
+    """Rates in MB/s of the disk itself: shards' sizes written and synced, then read uncached, by one
+    thread and by as many as the trainer's reader has: the faster of the two.
+    """
     block = memoryview(os.urandom(SHARD_BYTES))
     names = [f"plain-{i}" for i in range(max(1, num_bytes // SHARD_BYTES))]
     place = places.at(folder)
     written = _seconds(lambda: [place.put_new(name, [block]) for name in names])
-    drop_cache(folder)
-    buffer = memoryview(bytearray(SHARD_BYTES))
-    read = _seconds(lambda: [place.read_into(name, 0, buffer) for name in names])
+    read = float("inf")
+    for threads in (1, THREADS):
+        drop_cache(folder)
+        start = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(_read, [place] * threads, [names[t::threads] for t in range(threads)]))
+        read = min(read, time.perf_counter() - start)
     for name in names:
         (folder / name).unlink()
     size = len(names) * SHARD_BYTES / 1e6
     return size / written, size / read
+
+
+def _read(place: Place, names: list[str]) -> None:
+    buffer = memoryview(bytearray(SHARD_BYTES))
+    for name in names:
+        place.read_into(name, 0, buffer)
 
 
 def _codec(
@@ -147,10 +199,31 @@ def _write(
 
 
 def drop_cache(folder: Path) -> None:
-    """Make the next read of these files come from the disk."""
+    """Make the next read of these files come from the disk. Raises UserError where that cannot be."""
     for path in folder.iterdir():
-        with open(path, "rb") as file:
+        with open(path, "r+b") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            share = cached(file.fileno(), path.stat().st_size)
+        if share > MOST_CACHED:
+            raise UserError(
+                where=str(path),
+                found=f"{share:.0%} of the file still in memory after it was dropped from there",
+                expected="a disk, whose rates can be measured",
+                remedy="Use --folder on a disk (a file system in memory has none).",
+            )
+
+
+def cached(descriptor: int, size: int) -> float:
+    """The share of a file's pages that lie in memory (mincore)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with mmap.mmap(
+        descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE
+    ) as view:
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        first = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        failed = libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(size), pages)
+        assert not failed, f"mincore: {os.strerror(ctypes.get_errno())}"
+        return sum(page & 1 for page in pages) / len(pages)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -1,0 +1,1 @@
+"""Benchmarks of this machine against its own measured ceilings."""

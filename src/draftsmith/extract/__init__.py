@@ -1,0 +1,259 @@
+"""The extract stage: the frozen target reads every sample once; its states at the taps go to the
+feature store.
+
+The row plan says which samples share a row; target/forward.py runs one; worker.py makes shards. A
+shard is a whole number of rows, so a run that was killed goes on with the missing shards and leaves
+the same bytes.
+"""
+
+import hashlib
+import json
+import os
+from functools import partial
+from typing import Any
+
+import torch
+
+import draftsmith.tokenize as tokenize_stage
+from draftsmith import manifest as manifests
+from draftsmith import places
+from draftsmith.config import RunConfig
+from draftsmith.core import RowPlan, StageResult, UserError
+from draftsmith.engines.local import run_tasks
+from draftsmith.extract.plan import (
+    engine_of,
+    feature_bytes,
+    num_tokens,
+    plan_of,
+    plan_shards,
+    token_bytes,
+)
+from draftsmith.extract.worker import Rows, work
+from draftsmith.monitor.state import StageReport, stage_report
+from draftsmith.places import Place
+from draftsmith.source import choose_source
+from draftsmith.store import index, shards
+from draftsmith.store.foreign import ForeignStates
+from draftsmith.store.shards import KIND, shard_name
+from draftsmith.store.writer import check_some, room_left
+from draftsmith.target.load import (
+    TargetInfo,
+    device_of,
+    inspect_target,
+    load_tokenizer,
+    tokenizer_digest,
+)
+from draftsmith.target.taps import resolve_taps
+from draftsmith.tokenize.samples import Samples
+
+PROBES = 8  # samples of the self-test
+
+
+def run(cfg: RunConfig) -> StageResult:
+    """Extract features of both splits into the store."""
+    tokens = tokenize_stage.finished(cfg)
+    with stage_report(cfg.root, "extract") as report:
+        info = inspect_target(cfg.target)
+        taps = resolve_taps(cfg.features, info.num_layers)
+        store = places.at(cfg.store)
+        engine = engine_of(cfg, info, store)
+        inputs = _inputs(cfg, info, taps, tokens, engine)
+        manifest = manifests.begin(store, KIND, inputs, remake=False)
+        if manifest["complete"]:
+            return StageResult("extract", str(cfg.store), skipped=True, summary=manifest["counts"])
+        samples = tokenize_stage.read_samples(cfg, tokens)
+        samples.check_vocabulary(info.vocab_size)
+        lengths = samples.lengths
+        plan = plan_of(cfg, lengths, engine)
+        planned = plan_shards(
+            plan, lengths, token_bytes(cfg, info, len(taps)), cfg.extract.shard_bytes
+        )
+        names = [shard_name(i) for i in range(len(planned))]
+        there = store.sizes(names)
+        missing = [i for i, name in enumerate(names) if name not in there]
+        room = None
+        if cfg.features.max_bytes is not None:
+            room = room_left(store, there, cfg.features.max_bytes)
+            missing = _before_the_cut(store, planned, missing)
+        to_come = sum(num_tokens(planned[i], lengths) for i in missing)
+        _check_source(cfg, info, taps, to_come, store, report)
+        report.working(plan.num_tokens, "tokens", done=plan.num_tokens - to_come)
+        said = shards.about(manifest["inputs"])
+        if missing:
+            _extract(cfg, engine, taps, samples, planned, missing, report, said, room)
+        if room is not None:
+            there = store.sizes(names)
+            names = [name for name in names if name in there]
+            check_some(names, cfg.store)
+        entries = index.entries(store, names, said)
+        manifest = manifests.finish(store, manifest, entries, _counts(entries, len(samples), plan))
+    return StageResult("extract", str(cfg.store), summary=manifest["counts"])
+
+
+def finished(cfg: RunConfig) -> dict[str, Any]:
+    """The manifest of the complete store for this configuration, or a UserError."""
+    return manifests.required(places.at(cfg.store), "extract", wanted(cfg))
+
+
+def is_finished(cfg: RunConfig) -> bool:
+    """Whether there is a complete store for this configuration."""
+    return manifests.is_there(lambda: finished(cfg))
+
+
+def wanted(cfg: RunConfig) -> dict[str, Any]:
+    """What this configuration's store is made from, as its manifest says it."""
+    info = inspect_target(cfg.target)
+    taps = resolve_taps(cfg.features, info.num_layers)
+    engine = engine_of(cfg, info, places.at(cfg.store))
+    return json.loads(json.dumps(_inputs(cfg, info, taps, tokenize_stage.finished(cfg), engine)))
+
+
+def _inputs(
+    cfg: RunConfig, info: TargetInfo, taps: list[int], tokens: dict[str, Any], engine: str
+) -> dict[str, Any]:
+    tokenizer = load_tokenizer(cfg.target)
+    files = cfg.extract.files
+    foreign = {} if files is None else {"files": files.model_dump(exclude={"path"})}
+    return {
+        "target": info.identity(),
+        "taps": taps,
+        "tokenizer": tokenizer_digest(tokenizer),
+        "template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
+        "tokens": tokens["digest"],
+        "convention": "tap i = raw output of 0-based decoder layer i = HF hidden_states[i+1]",
+        "final": cfg.features.final,
+        "dtype": cfg.features.dtype,
+        "compute_dtype": cfg.target.dtype,
+        "codec": cfg.extract.codec,
+        "engine": engine,
+        **foreign,
+        "tokens_per_batch": cfg.extract.tokens_per_batch,
+        "shard_bytes": cfg.extract.shard_bytes,
+        "seed": cfg.seed,
+        **({} if cfg.features.max_bytes is None else {"max_bytes": cfg.features.max_bytes}),
+    }
+
+
+def _before_the_cut(store: Place, planned: list[list[list[int]]], missing: list[int]) -> list[int]:
+    """The missing shards of a store with a budget that may still fit: none once the last shard that
+    is there lacks samples of its plan.
+    """
+    last = max(set(range(len(planned))) - set(missing), default=None)
+    if last is None:
+        return missing
+    held = len(shards.open_shard(store, shard_name(last)).small["sample_ids"])
+    cut = held < sum(map(len, planned[last]))
+    return [i for i in missing if i < last or not cut]
+
+
+def _counts(entries: dict[str, Any], num_samples: int, plan: RowPlan) -> dict[str, Any]:
+    stored = entries[index.NAME]["samples"]
+    counts = {
+        "samples": stored,
+        "tokens": sum(entry.get("tokens", 0) for entry in entries.values()),
+        "shards": len(entries) - 1,
+        "fill": round(plan.num_tokens / plan.padded_tokens, 4),
+    }
+    return counts if stored == num_samples else {**counts, "left_out": num_samples - stored}
+
+
+def _check_source(
+    cfg: RunConfig,
+    info: TargetInfo,
+    taps: list[int],
+    tokens: int,
+    store: Place,
+    report: StageReport,
+) -> None:
+    """Whether the features still to be made go to a store; `auto`'s choice and reason are logged."""
+    sizes = feature_bytes(cfg, info, len(taps), tokens)
+    room = store.free_bytes()
+    if cfg.features.max_bytes is not None:
+        sizes = {codec: min(size, cfg.features.max_bytes) for codec, size in sizes.items()}
+    choice = choose_source(sizes, cfg.extract.codec, room_bytes=room, place=str(store))
+    if cfg.features.source == "auto":
+        report.event("source", source=choice.source, reason=choice.reason)
+        print(f"features.source auto: {choice.source}, because {choice.reason}", flush=True)
+    if choice.source == "live":
+        raise UserError(
+            where=f"features.source: {cfg.features.source}",
+            found=f"{choice.reason}: this would take the source live, which is not in this version",
+            expected=f"{sizes[cfg.extract.codec] / 1e9:.3f} GB for the features",
+            remedy="Use fewer samples or taps, another extract.codec, a larger disk, or s3:// as "
+            "features.store; `draftsmith plan` shows the numbers.",
+        )
+
+
+def _extract(
+    cfg: RunConfig,
+    engine: str,
+    taps: list[int],
+    samples: Samples,
+    planned: list[list[list[int]]],
+    missing: list[int],
+    report: StageReport,
+    said: dict[str, str],
+    room: int | None,
+) -> None:
+    """One worker for each replica of the target; a single one is this process."""
+    report.event("rows", engine=engine)
+    done = report.state["done"]
+
+    ran: dict[int, int] = {}  # tokens of each shard so far
+
+    def told(message: tuple[int, int] | dict[str, Any]) -> None:
+        nonlocal done
+        if isinstance(message, dict):
+            report.event(**message)
+            return
+        number, tokens = message
+        ran[number] = ran.get(number, 0) + tokens
+        done += tokens
+        report.progress(done)
+
+    def lost(said: str, numbers: list[int]) -> None:
+        nonlocal done
+        done -= sum(ran.pop(number, 0) for number in numbers)
+        report.event("worker_lost", said=said, shards=numbers)
+        print(f"extract: {said}; its shards are done again by another", flush=True)
+
+    def load(number: int) -> Rows:
+        return [[samples[i] for i in row] for row in planned[number]]
+
+    if cfg.extract.files is not None:
+        ForeignStates.of(cfg, inspect_target(cfg.target), taps).check(samples)
+    gpus = _gpus(cfg)
+    run_worker = partial(work, cfg, engine, taps, samples[:PROBES], said, room)
+    if len(gpus) == 1:
+        tasks = ((number, load(number)) for number in missing)
+        run_worker(tasks, told, lambda number: None)
+        return
+    run_tasks(run_worker, missing, load=load, gpus=gpus, on_message=told, on_loss=lost)
+
+
+def _gpus(cfg: RunConfig) -> list[str] | list[None]:
+    """The GPUs of each worker, as CUDA_VISIBLE_DEVICES names them."""
+    if cfg.features.max_bytes is not None:  # one writer knows what is left of the budget
+        if cfg.extract.workers not in ("auto", 1):
+            raise UserError(
+                where="extract.workers",
+                found=f"{cfg.extract.workers}, with features.max_bytes",
+                expected="one worker: it counts what is left of the budget",
+                remedy="Leave out one of the two.",
+            )
+        return [None]
+    if cfg.extract.files is not None or device_of(cfg.target).type == "cpu":
+        return [None] * (1 if cfg.extract.workers == "auto" else cfg.extract.workers)
+    count, each = torch.cuda.device_count(), cfg.target.gpus_per_replica
+    most = count // each
+    if most == 0:
+        raise UserError(
+            where="target.gpus_per_replica",
+            found=f"{each}, and {count} GPUs here",
+            expected="no more than there are",
+            remedy="Lower it, or use a larger machine.",
+        )
+    workers = most if cfg.extract.workers == "auto" else min(most, cfg.extract.workers)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = named if len(named) == count else [str(i) for i in range(count)]
+    return [",".join(names[i * each : (i + 1) * each]) for i in range(workers)]

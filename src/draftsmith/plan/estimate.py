@@ -1,0 +1,263 @@
+"""Bytes, hours and memory of each stage, by arithmetic. Every formula is in docs/plan.md.
+
+Letters: H hidden, V vocabulary, K taps, L drafter layers, B block size, n query and m KV heads of
+width d in the drafter, I its MLP's width, P its parameters, G GPUs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftsmith.config import RunConfig
+from draftsmith.drafter.config import DrafterShape
+from draftsmith.drafter.loss import CHUNK_LOGITS
+from draftsmith.extract.plan import feature_bytes
+from draftsmith.plan.rates import Rates
+from draftsmith.plan.sizes import TargetSizes
+from draftsmith.plan.work import Work
+from draftsmith.target.load import TargetInfo
+
+RESERVED_BYTES = 2e9
+"""A GPU's context, workspaces and the allocator's slack: assumed."""
+USABLE = 0.95
+SMALLEST_BATCH = 256
+ADAM = 16
+"""Bytes a parameter in training: fp32 weights, gradients, two moments."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the work runs on. No GPUs: one process on the CPU, whose memory is meant."""
+
+    gpus: int
+    memory_bytes: float
+    disk_bytes: float | None
+    source: str
+
+    @property
+    def replicas(self) -> int:
+        """Processes that share the work."""
+        return max(1, self.gpus)
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that the formulas need."""
+
+    cfg: RunConfig
+    info: TargetInfo
+    target: TargetSizes
+    shape: DrafterShape
+    layer_params: int
+    fuse_params: int
+    work: Work
+    machine: Machine
+    rates: Rates
+
+    def rate(self, name: str) -> float:
+        """The value of a rate."""
+        return self.rates[name].value
+
+    @property
+    def products(self) -> float:
+        """FLOP/s of large matrix products on one GPU."""
+        return self.rate("matmul_tflops") * 1e12
+
+    @property
+    def element(self) -> int:
+        """Bytes of a value in the target's dtype."""
+        return getattr(torch, self.cfg.target.dtype).itemsize
+
+    @property
+    def params(self) -> int:
+        """Of the drafter."""
+        return self.layer_params + self.fuse_params
+
+    @property
+    def depth(self) -> int:
+        """Layers of the target that the features need."""
+        return (
+            self.info.num_layers if self.cfg.features.final != "none" else self.shape.taps[-1] + 1
+        )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage. `note` says what bounds it, or what to change."""
+
+    name: str
+    hours: float
+    memory_bytes: float
+    note: str = ""
+
+
+def store_bytes(job: Job) -> dict[str, int]:
+    """Bytes of the whole store for each codec."""
+    return feature_bytes(job.cfg, job.info, len(job.shape.taps), job.work.tokens)
+
+
+def regenerate(job: Job) -> Stage:
+    """Batched decoding: a step costs the slower of reading the weights and the products."""
+    cfg, target, work = job.cfg.regenerate, job.target, job.work
+    state = target.state_bytes_per_sequence + target.kv_bytes_per_token * work.mean_tokens
+    free = job.machine.memory_bytes * USABLE - RESERVED_BYTES - target.params * job.element
+    asked = cfg.concurrency if cfg.by_server else cfg.batch_size
+    batch = max(1, min(asked, int(free // max(1, state))))
+    memory = target.params * job.element + batch * state + RESERVED_BYTES
+    if "regenerate_tokens_per_s" in job.rates:
+        rate, note = job.rate("regenerate_tokens_per_s"), "given rate"
+    else:
+        read = target.params * job.element / (job.rate("memory_gb_s") * 1e9)
+        step = max(
+            read,
+            batch * target.flops_per_token(job.info.num_layers, work.mean_tokens) / job.products,
+        )
+        rate, note = batch / step * job.rate("decode_share"), f"{batch} sequences at a time"
+    return Stage("regenerate", _hours(work.answer_tokens / rate, job), memory, note)
+
+
+def extract(job: Job) -> Stage:
+    """One forward of all tokens; or the disk, where it is slower."""
+    memory = _extraction_memory(job, job.cfg.extract.tokens_per_batch) + RESERVED_BYTES
+    seconds, note = extraction_seconds(job) / job.machine.replicas, ""
+    if "disk_write_mb_s" in job.rates:
+        writing = store_bytes(job)[job.cfg.extract.codec] / 1e6 / job.rate("disk_write_mb_s")
+        if writing > seconds:
+            seconds, note = writing, "the disk's writing decides"
+    return Stage("extract", seconds / 3600, memory, note)
+
+
+def extraction_seconds(job: Job) -> float:
+    """Of one pass over all tokens on one GPU."""
+    if "extract_tokens_per_s" in job.rates:
+        return job.work.tokens / job.rate("extract_tokens_per_s")
+    flops = job.target.flops_per_token(job.depth, job.work.mean_tokens)
+    return job.work.tokens * flops / (job.products * job.rate("extract_share"))
+
+
+def train(job: Job, source: str) -> Stage:
+    """The drafter's steps, and in each epoch either the store's bytes or the target's forward."""
+    epochs, note = job.cfg.train.epochs, ""
+    seconds = _drafter_seconds(job) * epochs / job.machine.replicas
+    if source == "live":
+        seconds += extraction_seconds(job) * epochs / job.machine.replicas
+    elif "disk_read_mb_s" in job.rates:
+        stored = store_bytes(job)[job.cfg.extract.codec]
+        reading = stored / 1e6 / job.rate("disk_read_mb_s") * epochs
+        if reading > seconds:
+            seconds, note = reading, "the disk's reading decides"
+    asked = job.cfg.train.micro_batch_tokens
+    memory, room = training_memory(job, source, asked), job.machine.memory_bytes * USABLE
+    if memory > room:
+        batch = asked
+        while batch > SMALLEST_BATCH and training_memory(job, source, batch) > room:
+            batch //= 2
+        fits = training_memory(job, source, batch) <= room
+        note = f"train.micro_batch_tokens: {batch} fits" if fits else "does not fit at any batch"
+    return Stage(f"train ({source})", seconds / 3600, memory, note)
+
+
+def _drafter_seconds(job: Job) -> float:
+    """Of one epoch on one GPU."""
+    if "train_slots_per_s" in job.rates:
+        return job.work.anchors * job.shape.block_size / job.rate("train_slots_per_s")
+    return _drafter_flops(job) / (job.products * job.rate("train_share"))
+
+
+def _drafter_flops(job: Job) -> float:
+    """Of one epoch, backward included. The features need no gradient; lm_head is frozen, and its
+    logits are made twice.
+    """
+    s, H = job.shape, job.info.hidden_size
+    keys_values = 2 * H * 2 * s.num_key_value_heads * s.head_dim * s.num_layers
+    context = job.work.tokens * (2 * 2 * job.fuse_params + 3 * keys_values)
+    slots = job.work.anchors * s.block_size
+    seen = job.work.mean_tokens / 2 + s.block_size
+    attention = 4 * s.num_attention_heads * s.head_dim * seen * s.num_layers
+    head = 2 * H * job.info.vocab_size * (s.block_size - 1) / s.block_size
+    return context + slots * 3 * (2 * job.layer_params + attention + head)
+
+
+def training_memory(job: Job, source: str, micro_batch_tokens: int) -> float:
+    """Bytes on one GPU at the peak of a step; the drafter's state is sharded over the GPUs."""
+    P, s, G = job.params, job.shape, job.machine.replicas
+    H, V = job.info.hidden_size, job.info.vocab_size
+    samples = max(1.0, micro_batch_tokens / job.work.mean_tokens)
+    context = max(micro_batch_tokens, job.work.mean_tokens)
+    slots = samples * job.work.anchors / job.work.samples * s.block_size
+    head = job.target.head or job.target.embedding
+    tables = (job.target.embedding + job.target.head) * (job.element if source == "live" else 4)
+    states = ADAM * P / G + 2 * P
+    batch = context * len(s.taps) * H * (4 + 2)
+    kept = kept_bytes(s, samples, context / samples, slots / samples)
+    logits = min(CHUNK_LOGITS, slots * V) * (2 + 3 * 4) + 2 * head
+    total = tables + states + batch + kept + logits + RESERVED_BYTES
+    if source == "live":
+        layers = job.target.cut_params(job.depth) - job.target.embedding
+        total += layers * job.element + _activations(job, micro_batch_tokens)
+    return total
+
+
+def kept_bytes(s: DrafterShape, samples: float, context: float, slots: float) -> float:
+    """What the backward pass of `samples` samples needs, of `context` tokens and `slots` block slots
+    each: per slot and layer, per context token, and the masks, which attention widens to bf16 in
+    every layer.
+    """
+    masks = slots * (context + slots) * (1 + 2 * s.num_layers)
+    return samples * (slots * slot_bytes(s) + context * context_bytes(s) + masks)
+
+
+def slot_bytes(s: DrafterShape) -> int:
+    """One block slot, all layers: bf16 products over an fp32 residual stream (autocast). In a layer
+    two norms and two residuals, five casts, queries, keys and values of the block, the attention's
+    output, and gate, up, silu and product of the MLP. cos and sin once.
+    """
+    H, inner = s.hidden_size, s.intermediate_size
+    queries, keys = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
+    residual = 4 * 4 * H + 5 * 2 * H
+    attention = (4 + 2 + 2 + 2) * queries + (4 + 2 + 2 + 2) * keys
+    return s.num_layers * (residual + attention + 4 * 2 * inner) + 2 * 4 * s.head_dim
+
+
+def context_bytes(s: DrafterShape) -> int:
+    """One context token: the fused state and its norm; in every layer two casts of it, keys and values; cos and
+    sin once.
+    """
+    keys = s.num_key_value_heads * s.head_dim
+    layer = 2 * 2 * s.hidden_size + 10 * keys
+    return (4 + 2) * s.hidden_size + s.num_layers * layer + 2 * 4 * s.head_dim
+
+
+def evaluate(job: Job) -> Stage:
+    """One prompt at a time: every target call reads the weights. Accepted drafts are not counted on."""
+    cfg = job.cfg.evaluate
+    answers = min(cfg.max_new_tokens, job.work.answer_tokens / job.work.samples)
+    prompts = min(cfg.max_prompts, job.work.samples)
+    call = job.target.params * job.element / (job.rate("memory_gb_s") * 1e9)
+    call /= job.rate("decode_share")
+    seconds = prompts * answers * call * len(cfg.methods)
+    state = (
+        job.target.kv_bytes_per_token * job.work.mean_tokens + job.target.state_bytes_per_sequence
+    )
+    memory = (job.target.params + job.params) * job.element + state + RESERVED_BYTES
+    return Stage("evaluate", seconds / 3600, memory, "at most; one GPU")
+
+
+def _extraction_memory(job: Job, tokens: int) -> float:
+    return job.target.cut_params(job.depth) * job.element + _activations(job, tokens)
+
+
+def _activations(job: Job, tokens: int) -> float:
+    """The widest part of a layer, the states at the taps, and their stack."""
+    taps = 2 * len(job.shape.taps) * job.info.hidden_size * job.element
+    return tokens * (job.target.widest_bytes_per_token + taps)
+
+
+def _hours(gpu_seconds: float, job: Job) -> float:
+    return gpu_seconds / job.machine.replicas / 3600
+
+
+def plain(rates: Rates) -> dict[str, Any]:
+    """For JSON."""
+    return {name: {"value": rate.value, "source": rate.source} for name, rate in rates.items()}
