@@ -130,7 +130,8 @@ def rows_of(template: str, kwargs: dict, messages: list[dict], tools: Any, turns
     tokenizer = tokenizer_for(template)
     eos = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
     chat = Chat(messages, tools, places(messages, turns), "here")
-    return tokenize_chats(tokenizer, [chat], kwargs, eos)[0]
+    rows = tokenize_chats(tokenizer, [chat], kwargs, eos)[0]
+    return [(ids.tolist(), mask.tolist()) for ids, mask in rows]
 
 
 def marked(template: str, row: tuple[list[int], list[int]]) -> str:

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.core import UserError
 from draftsmith.tokenize.template import TextRow, text_rows, tokens_apart
 
-Row = tuple[list[int], list[int]]
+Row = tuple[np.ndarray, np.ndarray]
+"""input_ids int32 [n] and loss_mask uint8 [n]."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,13 @@ def render_chat(
     eos: list[int],
     *,
     where: str,
-) -> Row:
+) -> tuple[list[int], list[int]]:
     """(input_ids, loss_mask) of a chat that ends with an assistant's answer; only that answer is
     supervised, through the token that ends its turn (one of `eos`).
     """
     chat = Chat(messages, tools, [len(messages) - 1], where)
-    return tokenize_chats(tokenizer, [chat], template_kwargs, eos)[0][0]
+    ids, mask = tokenize_chats(tokenizer, [chat], template_kwargs, eos)[0][0]
+    return ids.tolist(), mask.tolist()
 
 
 def tokenize_chats(
@@ -77,9 +79,15 @@ def tokenize_chats(
         for row in rows:
             encoding = next(encodings)
             whole = _tokens(encoding, row, eos) if encoding is not None else None
-            mine += [whole] if whole else tokens_apart(tokenizer, row, eos, chat.where)
+            apart = [] if whole else tokens_apart(tokenizer, row, eos, chat.where)
+            mine += [whole] if whole else [as_row(*lists) for lists in apart]
         out.append(mine)
     return out
+
+
+def as_row(ids: list[int], mask: list[int]) -> Row:
+    """Lists as a row."""
+    return np.array(ids, np.int32), np.array(mask, np.uint8)
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[Any]:
@@ -93,7 +101,8 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[Any]:
 
 def _tokens(encoding: Any, row: TextRow, eos: list[int]) -> Row | None:
     """The row's tokens, or None where a turn begins inside a token."""
-    ids = encoding.ids
+    ids = np.array(encoding.ids, np.int32)
+    ends = np.logical_or.reduce([ids == token for token in eos])
     mask = np.zeros(len(ids), np.uint8)
     stop = len(ids)
     for turn in row.turns:
@@ -103,14 +112,15 @@ def _tokens(encoding: Any, row: TextRow, eos: list[int]) -> Row | None:
         end = len(ids) if turn.end == len(row.text) else _token_at(encoding, turn.end)
         if end is None:
             return None
-        stop = next((k + 1 for k in range(first, end) if ids[k] in eos), end)
+        ended = np.flatnonzero(ends[first:end])
+        stop = first + int(ended[0]) + 1 if len(ended) else end
         for start, after in turn.marks:
             left = first if start == turn.start else encoding.char_to_token(start)
             right = end - 1 if after == turn.end else encoding.char_to_token(after - 1)
             if left is None or right is None:
                 return None
             mask[left : min(right + 1, stop)] = 1
-    return ids[:stop], mask[:stop].tolist()
+    return ids[:stop], mask[:stop]
 
 
 def _token_at(encoding: Any, at: int) -> int | None:

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 
 from draftsmith import tables
 from draftsmith.config import TargetConfig, TokenizeConfig
-from draftsmith.tokenize.rows import Chat, Row, places, tokenize_chats
+from draftsmith.tokenize.rows import Chat, Row, as_row, places, tokenize_chats
 from draftsmith.tokenize.template import add_turn
 
-BATCH = 64  # chats tokenized together
+BATCH = 512  # chats tokenized together: with 64 the tokenizer takes a third longer
+BATCH_CHARS = 1 << 21  # and no more text than this: an encoding takes some 100 bytes a token
 ROW_STRIDE = 1 << 40
 LISTED = 100  # useless or refused samples of a part that are named
 
@@ -91,7 +92,7 @@ class _Part:
                 ids, mask = (x[: self.cfg.max_length_tokens] for x in (ids, mask))
                 if self.cfg.too_long == "split":
                     ids, mask = _whole_turns(ids, mask, rows[number][1])
-            supervised = sum(mask)
+            supervised = int(mask.sum())
             if not supervised:
                 self.counts["without_supervised_tokens"] += 1
                 self.useless.append(meta["sample_id"])
@@ -100,7 +101,7 @@ class _Part:
             self.counts["tokens"] += len(ids)
             self.counts["supervised_tokens"] += supervised
             row = {**meta, "sample_id": meta["sample_id"] + number * ROW_STRIDE}
-            row |= {"input_ids": np.array(ids, np.int32), "loss_mask": np.array(mask, np.uint8)}
+            row |= {"input_ids": ids, "loss_mask": mask}
             for name, column in self._columns.items():
                 column.append(row[name])
 
@@ -126,7 +127,7 @@ class _Part:
         return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def _whole_turns(ids: list[int], mask: list[int], full: list[int]) -> Row:
+def _whole_turns(ids: np.ndarray, mask: np.ndarray, full: np.ndarray) -> Row:
     """A cut row without the turn that the cut went through."""
     end = len(mask)
     if full[end - 1] and full[end]:
@@ -140,27 +141,30 @@ def _whole_turns(ids: list[int], mask: list[int], full: list[int]) -> Row:
 def _answers(job: Job) -> Iterator[tuple[dict[str, Any], list[Row]]]:
     """Answers keep the ids they were written in; a conversation's turns stand one after another."""
     assert job.splits is not None and job.names is not None
-    sample, rows = None, []
+    sample: int | None = None
+    rows: list[tuple[list[int], list[int]]] = []
     kept = zip(_rows(job.source), job.splits, job.names, strict=True)
     meta: dict[str, Any] = {}
     for row, split, name in kept:
         if sample is not None and row["sample_id"] != sample:
-            yield meta, rows
+            yield meta, [as_row(*row) for row in rows]
             rows = []
         sample = row["sample_id"]
         meta = {"sample_id": sample, "source": name, "split": split}
         add_turn(rows, row["prompt_ids"], row["answer_ids"], [1] * len(row["answer_ids"]))
     if rows:
-        yield meta, rows
+        yield meta, [as_row(*row) for row in rows]
 
 
 def _chats(job: Job, part: _Part) -> Iterator[tuple[dict[str, Any], list[Row]]]:
     waiting: list[dict[str, Any]] = []
+    chars = 0
     for row in _rows(job.source):
         waiting.append(row)
-        if len(waiting) == BATCH:
+        chars += len(row["messages"]) + len(row["answer"])
+        if len(waiting) == BATCH or chars > BATCH_CHARS:
             yield from zip(waiting, _tokenized(waiting, part), strict=True)
-            waiting = []
+            waiting, chars = [], 0
     yield from zip(waiting, _tokenized(waiting, part), strict=True)
 
 
