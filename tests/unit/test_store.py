@@ -163,10 +163,10 @@ def test_batches_are_read_ahead_of_the_trainer_but_not_all_at_once(tmp_path):
     source = StoreSource(tmp_path, list(range(71, 101)))
     begun, lock, read = [], threading.Lock(), source.batch
 
-    def counted(row):
+    def counted(row, buffers):
         with lock:
             begun.append(row)
-        return read(row)
+        return read(row, buffers)
 
     source.batch = counted
     batches = source.batches([[i] for i in range(30)], pinned=False)
