@@ -87,7 +87,11 @@ def _describe(fault: Any) -> tuple[str, str, str]:
         return key, f"the unknown key '{last}'", hint
     if fault["type"] == "missing":
         return key, "nothing", "a value: the key is required"
-    return key, repr(fault["input"])[:200], fault["msg"].removeprefix("Value error, ")
+    return key, repr(fault["input"])[:200], _wanted(fault["msg"])
+
+
+def _wanted(message: str) -> str:
+    return message.removeprefix("Value error, ").removeprefix("Input should be ")
 
 
 def _known_keys(path: list[Any]) -> list[str]:

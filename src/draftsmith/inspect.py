@@ -54,12 +54,13 @@ def run(
     data: Path, *, sample: int | None, ids: bool, page: Path | None, picture: Path | None
 ) -> None:
     """Show a sample, or the summary; also as a page or a picture where a path is given."""
+    _check_options(sample, ids, page, picture)
     cfg, folder, manifest = _find(data)
     if sample is None:
         found = _lengths(folder, manifest)
         _print_summary(found)
         if picture:
-            write_atomic(picture, lambda path: _draw(found, path, picture.suffix[1:] or "png"))
+            write_atomic(picture, lambda path: _draw(found, path, picture.suffix[1:]))
             print(f"picture: {picture}")
         if page:
             _write_page(page, "Tokens by source", "", _summary_html(found))
@@ -74,6 +75,32 @@ def run(
     Console(soft_wrap=True).print(Text(f"{title}\n{note}\n"), _marked(tokenizer, runs, ids), sep="")
     if page:
         _write_page(page, title, note, f"<pre>{_marked_html(tokenizer, runs, ids)}</pre>")
+
+
+def _check_options(sample: int | None, ids: bool, page: Path | None, picture: Path | None) -> None:
+    """Raise UserError for options that do not go together, and for places that cannot be written."""
+    if (ids and sample is None) or (picture and sample is not None):
+        raise UserError(
+            where="--ids" if ids and sample is None else "--picture",
+            found="no --sample" if sample is None else f"--sample {sample}",
+            expected="--ids with --sample, --picture without: it shows the whole set",
+            remedy="Leave one of them out, or add what it needs.",
+        )
+    for option, path, suffixes in (
+        ("--html", page, (".html", ".htm")),
+        ("--picture", picture, (".png", ".svg")),
+    ):
+        if path is None:
+            continue
+        parent = next(p for p in path.absolute().parents if p.exists())
+        if path.suffix in suffixes and not path.is_dir() and parent.is_dir():
+            continue
+        raise UserError(
+            where=f"{option} {path}",
+            found="a folder" if path.is_dir() else "a place for no such file",
+            expected=f"a path that ends with {' or '.join(suffixes)}, in a folder",
+            remedy="Choose another path.",
+        )
 
 
 def _find(data: Path) -> tuple[RunConfig, Path, dict[str, Any]]:

@@ -38,8 +38,11 @@ def ordered_map(
         setup(*setup_args)
         yield from map(work, items)
         return
-    spawn = multiprocessing.get_context("spawn")  # this process has threads
-    pool = ProcessPoolExecutor(workers, spawn, _begin, (setup, setup_args))
+    # This process has threads and cannot be forked. A server of forks imports what `work` needs once:
+    # seconds and hundreds of MB (torch) that each spawned worker would take for itself.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([work.__module__])
+    pool = ProcessPoolExecutor(workers, context, _begin, (setup, setup_args))
     waiting: deque[Future[Made]] = deque()
     try:
         for item in items:

@@ -62,3 +62,23 @@ def test_what_cannot_be_shown(run, capsys, tmp_path):
     assert "0 to 29" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert main(["inspect", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--ids"],
+        ["--sample", "0", "--picture", "p.png"],
+        ["--picture", "p.xyz"],
+        ["--html", "."],
+        ["--html", "prompts.jsonl/page.html"],
+    ],
+)
+def test_options_that_lead_nowhere(run, capsys, monkeypatch, options):
+    monkeypatch.chdir(run.parent)
+    before = sorted(run.parent.iterdir())
+    capsys.readouterr()
+    assert main(["inspect", str(run), *options]) == 2
+    said = capsys.readouterr().err
+    assert "expected" in said and "Traceback" not in said
+    assert sorted(run.parent.iterdir()) == before

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import HfApi
 from runs import contents, write_config
 
 from draftsmith import prepare, tables
@@ -339,6 +341,58 @@ def test_null_fields_of_columns_are_no_fields(tmp_path):
     calls = [c["function"]["arguments"] for c in first["messages"][1]["tool_calls"]]
     assert calls == [{"x": 1}, {"y": 2}]
     assert "tool_calls" not in second["messages"][1]
+
+
+def test_rows_with_values_that_cannot_be_read(tmp_path):
+    """Columns hold what Python cannot: bytes that are no UTF-8 in a text, years beyond 9999."""
+    texts = [json.dumps(chat(f"question {i}")["messages"]).encode() for i in range(20)]
+    texts[3] = b"\xff\xfe"
+    messages = pa.array(texts).view(pa.string())
+    times = pa.array([2**62 if i == 7 else i for i in range(20)], pa.timestamp("us"))
+    pq.write_table(pa.table({"messages": messages, "at": times}), tmp_path / "a.parquet")
+    kept = prepared(tmp_path, tmp_path / "a.parquet", bad_lines="skip")
+    assert [row["origin"] for row in kept] == [f"0:{i + 1}" for i in range(20) if i not in (3, 7)]
+    listed = (tmp_path / "run/data/conversations/left-out.jsonl").read_text().splitlines()
+    bad = [json.loads(line) for line in listed]
+    assert [(b["where"], b["kind"]) for b in bad] == [
+        ("a.parquet:4", "value"),
+        ("a.parquet:8", "value"),
+    ]
+
+
+def test_text_after_an_array_is_not_dropped_without_a_word(tmp_path, capsys):
+    two = json.dumps([chat("a"), chat("b")])
+    (tmp_path / "a.json").write_text(two + "\n" + two)
+    assert main(["prepare", str(config(tmp_path, tmp_path / "a.json"))]) == 2
+    assert "a.json:3: found text after the end of the array" in capsys.readouterr().err
+    (tmp_path / "a.json").write_text(two + " \n")
+    assert len(prepared(tmp_path, tmp_path / "a.json")) == 2
+
+
+def test_no_tools_may_be_an_empty_text(tmp_path):
+    rows = [chat(f"question {i}", tools=text) for i, text in enumerate(["", "[]", None] * 5)]
+    found = prepared(tmp_path, jsonl(tmp_path / "a.jsonl", rows))
+    assert [row["tools"] for row in found] == [None] * 15
+
+
+def test_what_is_no_file_of_conversations(tmp_path, capsys, monkeypatch):
+    (tmp_path / "parts").mkdir()
+    bad = jsonl(tmp_path / "bad.jsonl", [{"prompt": "a", "completion": "b"}] * 3)
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise httpx.ConnectError("no such host")
+
+    monkeypatch.setattr(HfApi, "dataset_info", unreachable)
+    for source, keys, words in (
+        (tmp_path / "parts", {}, ["found a folder", f"hub:{tmp_path / 'parts'}"]),
+        (bad, {}, ["bad.jsonl:1", "'completion'"]),
+        (bad, {"bad_lines": "skip"}, ["3 read, 3 bad"]),
+        ({"path": "hub:some/set"}, {}, ["hub:some/set", "no such host"]),
+    ):
+        assert main(["prepare", str(config(tmp_path, source, **keys))]) == 2
+        said = capsys.readouterr().err
+        assert all(word in said for word in words) and "Traceback" not in said, said
+        assert not list((tmp_path / "run").rglob("*.parquet"))
 
 
 def test_a_worker_ends_with_its_parent(tmp_path):

@@ -308,6 +308,15 @@ def test_calls_that_a_server_returns_as_text_are_counted(name: str):
         assert in_history(given, own, opening) == (own if number == 2 else given)
 
 
+def test_values_nested_too_deeply_for_a_template_are_refused():
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    with pytest.raises(UserError, match="RecursionError"):
+        rows_of("qwen2_5", {}, [user("One?"), said("1.")], tools, "all")
+
+
 if __name__ == "__main__":
     (TEMPLATES / "golden").mkdir(exist_ok=True)
     for golden in GOLDEN:

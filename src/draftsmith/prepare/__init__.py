@@ -27,7 +27,7 @@ from draftsmith.monitor.state import StageReport, stage_report
 from draftsmith.parallel import num_workers, ordered_map
 from draftsmith.prepare import judge as judging
 from draftsmith.prepare.clean import Suites
-from draftsmith.prepare.judge import Judged, Rules, judge, label
+from draftsmith.prepare.judge import DAMAGED_FILE, Judged, Rules, judge, label
 from draftsmith.prepare.records import HUB, Chunk, read_chunks, source_digest
 from draftsmith.prepare.select import LEFT_OUT, Sieve, choose, lines_of, render
 
@@ -203,12 +203,14 @@ def _chunks(cfg: RunConfig, forms: list[str]) -> Iterator[Chunk]:
 
 def _refuse(source: SourceConfig, judged: Judged) -> None:
     number, bad = judged.bad[0]
-    what = "record" if source.path.startswith(HUB) else "line"
+    mend = f"Mend or delete the {'record' if source.path.startswith(HUB) else 'line'}"
+    if bad.kind == DAMAGED_FILE:
+        mend = "Copy or make the file again"
     raise UserError(
         where=f"{source.path}:{number}",
         found=bad.found,
         expected=bad.expected,
-        remedy=f"Mend or delete the {what}, or set prepare.bad_lines: skip.",
+        remedy=f"{mend}, or set prepare.bad_lines: skip.",
     )
 
 

@@ -96,7 +96,7 @@ def _prompt_grams(path: str, number: int, row: Any) -> set[bytes]:
     if isinstance(row, bytes):
         try:
             row = json.loads(row)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             _bad_suite(path, number, f"text that is not JSON ({error})")
     found = _prompts(row)
     if not found:

@@ -19,6 +19,7 @@ from draftsmith.tables import SCRATCH
 
 ASKED = ("role", "content", "tool_calls", "name", "tool_call_id", "reasoning_content")
 """What of a message makes it another one; ids and time stamps do not."""
+DAMAGED_FILE = "damaged file"
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,16 @@ def judge(chunk: Chunk) -> Judged:
         try:
             if isinstance(record, (bytes, type(None))) and chunk.lines is not None:
                 record = _decoded(record, number)
+            elif isinstance(record, Bad):
+                raise record
             rows.append(_good(checked(convert(record)), number, out))
         except Bad as bad:
             out.bad.append((number, bad))
+        except RecursionError:
+            out.bad.append((number, Bad("nesting", "values nested too deeply", "plainer ones")))
     if chunk.damage:
         number = chunk.first + len(chunk)
-        out.bad.append((number, Bad("damaged file", chunk.damage, "a whole one")))
+        out.bad.append((number, Bad(DAMAGED_FILE, chunk.damage, "a whole one")))
     out.table = pa.Table.from_pylist(rows, schema=SCRATCH)
     return out
 
@@ -99,8 +104,20 @@ def first_form(chunk: Chunk) -> str:
 
 def _records(chunk: Chunk) -> list[Any]:
     if chunk.table is not None:
-        return [_without_nulls(row) for row in chunk.table.to_pylist()]
+        return [_without_nulls(row) for row in _rows(chunk.table)]
     return chunk.lines if chunk.lines is not None else chunk.objects or []
+
+
+def _rows(table: pa.Table) -> list[Any]:
+    """The rows; in the place of one that Python cannot hold (text that is not UTF-8, a year 100,000) a
+    Bad.
+    """
+    try:
+        return table.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if len(table) > 1:
+            return [row for i in range(len(table)) for row in _rows(table.slice(i, 1))]
+        return [Bad("value", f"a value that cannot be read ({error})", "text and plain values")]
 
 
 def _without_nulls(value: Any) -> Any:

@@ -21,8 +21,9 @@ def checked(row: Any) -> dict[str, Any]:
     messages = _parsed(row.get("messages")) if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
         wanted = '{"messages": [{"role": ..., "content": ...}, ...]}'
-        raise Bad("no messages", "no list 'messages'", wanted)
-    tools = _parsed(row.get("tools"))
+        has = f"keys {sorted(map(str, row))[:12]}" if isinstance(row, dict) else type(row).__name__
+        raise Bad("no messages", f"no list 'messages' ({has})", wanted)
+    tools = _parsed(row.get("tools") or None)
     if not isinstance(tools, (list, type(None))) or any(
         not isinstance(t, dict) for t in tools or []
     ):

@@ -51,9 +51,11 @@ def source_digest(source: SourceConfig) -> str:
     if not path.is_file():
         raise UserError(
             where=f"prepare.sources: {path}",
-            found="no such file",
-            expected="a JSONL file of conversations",
-            remedy="Check the path.",
+            found="a folder" if path.is_dir() else "no such file",
+            expected="a file of conversations",
+            remedy=f"Name its files one by one; a folder of a hub data set is {HUB}{path}."
+            if path.is_dir()
+            else "Check the path.",
         )
     return file_digest(path)
 
@@ -132,6 +134,8 @@ def _array(path: Path, index: int, limit: int) -> Iterator[Chunk]:
                 buffer, begun = buffer[1:], True
                 continue
             if buffer.startswith("]"):
+                if buffer[1:].strip() or text.read(1 << 16).strip():
+                    damage = "text after the end of the array"
                 break
             try:
                 value, end = decoder.raw_decode(buffer)
@@ -178,7 +182,7 @@ def _arrow(path: Path) -> Iterator[pa.Table]:
 def _guarded(path: Path, read: Callable[[], Iterator[pa.Table]]) -> Iterator[pa.Table]:
     try:
         yield from read()
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise UserError(
             where=str(path),
             found=f"a damaged file ({' '.join(str(error).split())[:200]})",
@@ -200,12 +204,13 @@ def _hub_digest(source: SourceConfig) -> str:
     if Path(name).is_dir():
         files = sorted(p for p in Path(name).rglob("*") if p.is_file())
         return json.dumps([[str(p.relative_to(name)), file_digest(p)] for p in files])
+    import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         commit = HfApi().dataset_info(name, revision=source.revision).sha
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
         raise UserError(
             where=f"prepare.sources: {source.path}",
             found=f"no answer from the hub ({' '.join(str(error).split())[:200]})",

@@ -97,11 +97,16 @@ def choose(sieve: Sieve, totals: Counter[str]) -> np.ndarray:
     if not (sides == TRAIN).any():
         raise UserError(
             where="prepare.sources",
-            found="no conversation for training",
+            found=f"no conversation for training ({_said(sieve, sides)})",
             expected="at least one",
-            remedy="Add data, or lower prepare.held_out.",
+            remedy="Add or mend data (prepare.bad_lines: refuse names the first fault), or lower prepare.held_out.",
         )
     return sides
+
+
+def _said(sieve: Sieve, sides: np.ndarray) -> str:
+    counts = {**sum(sieve.counts.values(), Counter()), "held out": int((sides == HELD_OUT).sum())}
+    return ", ".join(f"{number:,} {what.replace('_', ' ')}" for what, number in counts.items())
 
 
 def _cap(

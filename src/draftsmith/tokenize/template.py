@@ -237,7 +237,14 @@ def _render(
             expected="a template that compiles",
             remedy="Mend chat_template.jinja in a local copy of the model.",
         ) from error
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise UserError(
             where=where,
             found=f"a conversation that the chat template refuses ({type(error).__name__}: {error})",
