@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -126,7 +125,7 @@ def _sample(folder: Path, manifest: dict[str, Any], number: int) -> Sample:
     at = number
     for name, entry in sorted(manifest["files"].items()):
         if 0 <= at < entry["rows"]:
-            for batch in pq.ParquetFile(folder / name).iter_batches(1024):
+            for batch in tables.batches(folder / name, 1024):
                 if at < len(batch):
                     return Sample(**batch.slice(at, 1).to_pylist()[0])
                 at -= len(batch)
@@ -202,9 +201,7 @@ def _lengths(folder: Path, manifest: dict[str, Any]) -> dict[str, Lengths]:
     """Lengths and supervised tokens by source, part by part."""
     out: dict[str, Lengths] = {}
     for name in sorted(manifest["files"]):
-        for batch in pq.ParquetFile(folder / name).iter_batches(
-            1024, columns=["source", "loss_mask"]
-        ):
+        for batch in tables.batches(folder / name, 1024, ["source", "loss_mask"]):
             masks = batch["loss_mask"]
             offsets = masks.offsets.to_numpy()
             bits = np.concatenate([[0], np.cumsum(masks.values.to_numpy(), dtype=np.int64)])

@@ -63,6 +63,17 @@ def entry(path: Path, num_rows: int | None = None) -> dict[str, Any]:
     return {"sha256": file_digest(path), "bytes": path.stat().st_size, "rows": num_rows}
 
 
+def batches(
+    path: Path, num_rows: int, columns: list[str] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """A Parquet file in pieces of at most so many rows. Row group by row group: a reader of several
+    keeps what it has read.
+    """
+    file = pq.ParquetFile(path, buffer_size=1 << 20)
+    for group in range(file.num_row_groups):
+        yield from file.iter_batches(num_rows, row_groups=[group], columns=columns)
+
+
 def part_name(number: int) -> str:
     """Name of a part of conversations or tokens."""
     return f"part-{number:05d}.parquet"
@@ -83,5 +94,5 @@ def read_rows(folder: Path, manifest: dict[str, Any]) -> Iterator[dict[str, Any]
     for name in sorted(manifest["files"]):
         if not name.endswith(".parquet"):
             continue
-        for batch in pq.ParquetFile(folder / name).iter_batches():
+        for batch in batches(folder / name, 1024):
             yield from batch.to_pylist()

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from runs import write_config
+from runs import contents, kill_when, write_config
 from transformers import AutoTokenizer
 
 from draftsmith import prepare, tables
@@ -116,6 +116,27 @@ def test_data_answers_can_be_trained_on_without_regenerating(tmp_path, tokenizer
         for s in samples
     }
     assert texts == {f"the answer {i}<|im_end|>" for i in range(20)}
+
+
+def test_killed_the_next_run_gives_the_bytes_of_an_undisturbed_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "PART_ROWS", 200)
+    rows = [chat(f"question {i}", "the answer " * 20) for i in range(2400)]
+    sections = {"regenerate": {"enabled": False}, "tokenize": {"workers": 2}}
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    for folder in (tmp_path, undisturbed):
+        prepared(folder, rows, **sections)
+    tokens, path = tmp_path / "run/data/tokens", tmp_path / "config.yaml"
+    parts = "part-*.parquet"
+    kill_when(["tokenize", path], tmp_path / "run", "tokenize", lambda _: [*tokens.glob(parts)])
+    made = {part.name: part.stat().st_mtime_ns for part in tokens.glob(parts)}
+    assert 0 < len(made) < 12
+    assert main(["tokenize", str(path)]) == 0
+    assert main(["tokenize", str(undisturbed / "config.yaml")]) == 0
+    assert contents(tokens) == contents(undisturbed / "run/data/tokens")
+    assert (
+        made.items() <= {part.name: part.stat().st_mtime_ns for part in tokens.glob(parts)}.items()
+    )
 
 
 def test_the_tokenizer_is_the_identity_on_text(tokenizer):

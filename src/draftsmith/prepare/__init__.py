@@ -229,13 +229,13 @@ def _second_pass(
         files[name] = tables.write_arrow(out / name, table.slice(0, size).combine_chunks())
         waiting, rows = [table.slice(size)], rows - size
 
-    for batch in pq.ParquetFile(scratch / "all.parquet").iter_batches(2048):
+    for batch in tables.batches(scratch / "all.parquet", 2048):
         mine = sides[at : at + len(batch)]
         at += len(batch)
         kept = np.flatnonzero(mine != LEFT_OUT)
         if not len(kept):
             continue
-        table = _numbered(pa.table(batch).take(kept), mine[kept], number)
+        table = _numbered(pa.Table.from_batches([batch]).take(kept), mine[kept], number)
         for name, split in zip(
             table["source"].to_pylist(), table["split"].to_pylist(), strict=True
         ):

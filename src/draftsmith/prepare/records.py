@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from draftsmith.config import SourceConfig
 from draftsmith.core import UserError
 from draftsmith.files import file_digest
+from draftsmith.tables import batches
 
 HUB = "hub:"
 CHUNK_BYTES, CHUNK_LINES, CHUNK_ROWS = 1 << 20, 2048, 512
@@ -161,7 +161,7 @@ def _array(path: Path, index: int, limit: int) -> Iterator[Chunk]:
 
 
 def _parquet(path: Path) -> Iterator[pa.Table]:
-    for batch in pq.ParquetFile(path).iter_batches(CHUNK_ROWS):
+    for batch in batches(path, CHUNK_ROWS):
         yield pa.Table.from_batches([batch])
 
 

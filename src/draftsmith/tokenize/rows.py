@@ -102,7 +102,9 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[Any]:
 def _tokens(encoding: Any, row: TextRow, eos: list[int]) -> Row | None:
     """The row's tokens, or None where a turn begins inside a token."""
     ids = np.array(encoding.ids, np.int32)
-    ends = np.logical_or.reduce([ids == token for token in eos])
+    ends = ids == eos[0]
+    for token in eos[1:]:
+        ends |= ids == token
     mask = np.zeros(len(ids), np.uint8)
     stop = len(ids)
     for turn in row.turns:

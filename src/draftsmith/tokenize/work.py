@@ -169,7 +169,7 @@ def _chats(job: Job, part: _Part) -> Iterator[tuple[dict[str, Any], list[Row]]]:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    for batch in pq.ParquetFile(path).iter_batches(512):
+    for batch in tables.batches(path, 512):
         yield from batch.to_pylist()
 
 
