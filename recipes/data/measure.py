@@ -1,12 +1,11 @@
-"""How fast prepare and tokenize are, beside the tokenizer alone on the same texts, and their peak memory.
+"""How fast prepare and tokenize are, their peak memory, and how much of the tokenizer's own rate is left.
 
-    python recipes/data/measure.py WORK --samples 1000000 --repeats 1
+    python recipes/data/measure.py WORK --samples 1000000
 
 Synthetic chats of about 1k tokens, cut from the standard library's sources, with the built-in
-target's tokenizer (or --target). The tokenizer alone and `tokenize` run by turns, `--repeats` times,
-so that other load on the machine meets both. Prints one JSON object. `*_s` are wall seconds, `*_cpu_s`
-those of all cores and processes. What starting takes (imports, the tokenizer: about ten seconds) is in
-them, so small sets look slow. `*_peak_gb` is the proportional set size of all processes together.
+target's tokenizer (or --target). Prints one JSON object: wall and CPU seconds of each stage (of all its
+processes, and with the ten seconds that importing takes), the peak of their proportional set sizes
+together, and `ratio`: the rate of a worker of `tokenize` over that of `encode_batch` (see `paired`).
 """
 
 import argparse
@@ -14,21 +13,26 @@ import json
 import os
 import random
 import re
-import shutil
+import statistics
 import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from transformers import AutoTokenizer
 
 import draftsmith
+from draftsmith import configfile
+from draftsmith.target.load import eos_ids, load_tokenizer
+from draftsmith.tokenize import work
+from draftsmith.tokenize.work import Job, Rules
 
 BUILTIN = Path(draftsmith.__file__).parent / "assets" / "tiny-hybrid"
 
@@ -88,55 +92,44 @@ def measured(args: list[str]) -> Took:
     return Took(time.perf_counter() - begun, sum(cpu_s.values()), peak / 1e9)
 
 
-def texts_of(folder: Path, tokenizer: AutoTokenizer) -> Iterator[list[str]]:
-    """The rendered chats, 4096 at a time."""
-    for path in sorted(folder.glob("part-*.parquet")):
-        for batch in pq.ParquetFile(path).iter_batches(4096):
-            chats = [
-                [*json.loads(row["messages"]), json.loads(row["answer"])]
-                for row in batch.to_pylist()
-            ]
-            yield [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
-
-
-def raw(folder: Path, tokenizer: AutoTokenizer) -> Took:
-    """`encode_batch` alone, over all cores; reading and rendering are not counted."""
-    wall = cpu = 0.0
-    for texts in texts_of(folder, tokenizer):
-        wall0, cpu0 = time.perf_counter(), time.process_time()
+def paired(config: Path, rounds: int) -> list[float]:
+    """The tokenizer's CPU seconds over those of a worker of `tokenize` for the same 1024 chats, reading
+    and writing included: by turns in one process, so that a busy machine slows both alike.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in a worker
+    cfg = configfile.load(config)
+    tokenizer = load_tokenizer(cfg.target)
+    work.setup(Rules(cfg.target, cfg.tokenize, eos_ids(tokenizer, cfg.target), ["-"], False))
+    job = Job(config.with_name("some.parquet"), config.with_name("tokens.parquet"))
+    ratios = []
+    for table, texts in some_texts(cfg.root / "data" / "conversations", tokenizer, rounds):
+        pq.write_table(table, job.source)
+        begun = time.process_time()
         tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-        wall, cpu = wall + time.perf_counter() - wall0, cpu + time.process_time() - cpu0
-    return Took(wall, cpu, 0.0)
+        between = time.process_time()
+        work.tokenize_part(job)
+        ratios.append((between - begun) / (time.process_time() - between))
+    return ratios
 
 
-def report(prepared: Took, alone: list[Took], ours: list[Took], counts: dict) -> dict:
-    """What is printed. Ratios are of rates: the tokenizer's seconds over ours, pair by pair."""
-    pairs = list(zip(alone, ours, strict=True))
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "samples": counts["train"] + counts.get("held_out", 0),
-        "tokens": counts["tokens"],
-        "prepare_s": round(prepared.wall_s, 1),
-        "prepare_cpu_s": round(prepared.cpu_s, 1),
-        "prepare_peak_gb": round(prepared.peak_gb, 2),
-        "encode_batch_s": [round(took.wall_s, 1) for took in alone],
-        "encode_batch_cpu_s": [round(took.cpu_s, 1) for took in alone],
-        "tokenize_s": [round(took.wall_s, 1) for took in ours],
-        "tokenize_cpu_s": [round(took.cpu_s, 1) for took in ours],
-        "tokenize_peak_gb": round(max(took.peak_gb for took in ours), 2),
-        "ratio_wall": [round(a.wall_s / b.wall_s, 3) for a, b in pairs],
-        "ratio_cpu": [round(a.cpu_s / b.cpu_s, 3) for a, b in pairs],
-    }
+def some_texts(folder: Path, tokenizer: Any, rounds: int) -> Iterator[tuple[pa.Table, list[str]]]:
+    """The first 1024 chats of each of the first parts, and rendered."""
+    for path in sorted(folder.glob("part-*.parquet"))[:rounds]:
+        table = pq.read_table(path).slice(0, 1024)
+        chats = [
+            [*json.loads(row["messages"]), json.loads(row["answer"])] for row in table.to_pylist()
+        ]
+        yield table, [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--samples", type=int, default=20000)
+    parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument(
         "--words", type=int, default=340, help="in each chat; 340 are about 1,000 tokens"
     )
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=10, help="of the comparison")
     parser.add_argument("--target", default=str(BUILTIN))
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -151,15 +144,18 @@ def main() -> None:
         "tokenize": {"template_kwargs": {}},
     }
     path.write_text(yaml.safe_dump(config))
-    prepared = measured(["prepare", str(path)])
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    alone, ours = [], []
-    for _ in range(args.repeats):
-        shutil.rmtree(run / "data" / "tokens", ignore_errors=True)
-        alone.append(raw(run / "data" / "conversations", tokenizer))
-        ours.append(measured(["tokenize", str(path)]))
+    said: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "samples": args.samples}
+    for stage in ("prepare", "tokenize"):
+        took = measured([stage, str(path)])
+        said |= {f"{stage}_{name}": round(value, 2) for name, value in asdict(took).items()}
     counts = json.loads((run / "data/tokens/manifest.json").read_text())["counts"]
-    print(json.dumps(report(prepared, alone, ours, counts), indent=1))
+    said["tokens_per_s"] = round(counts["tokens"] / said["tokenize_wall_s"])
+    ratios = sorted(paired(path, args.rounds))
+    said["ratio"] = {
+        "median": round(statistics.median(ratios), 3),
+        "all": [round(ratio, 3) for ratio in ratios],
+    }
+    print(json.dumps(said, indent=1))
 
 
 if __name__ == "__main__":
