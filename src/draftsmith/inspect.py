@@ -26,7 +26,8 @@ PAGE = """<!doctype html>
 body {{ font: 14px/1.5 ui-monospace, monospace; max-width: 60em; margin: 2em auto; padding: 0 1em; }}
 pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 .s {{ background: #c9f2cf; color: #111; }} .c {{ color: #8a5a00; font-weight: bold; }}
-.i {{ color: #888; font-size: 70%; }} img {{ max-width: 100%; }}
+.i {{ color: #888; font-size: 70%; }} img {{ max-width: 100%; background: white; }}
+td, th {{ padding: 0 1em; text-align: right; }} td:first-child, th:first-child {{ text-align: left; }}
 @media (prefers-color-scheme: dark) {{ body {{ background: #111; color: #ddd; }}
 .s {{ background: #1d4d27; color: #eee; }} .c {{ color: #e0a030; }} }}
 </style>
@@ -62,7 +63,7 @@ def run(
             write_atomic(picture, lambda path: _draw(found, path, picture.suffix[1:]))
             print(f"picture: {picture}")
         if page:
-            _write_page(page, "Tokens by source", "", _summary_html(found))
+            _write_page(page, "Tokens by source", str(folder.parents[1]), _summary_html(found))
         return
     from draftsmith.target.load import load_tokenizer
 
@@ -257,14 +258,19 @@ def _draw(found: dict[str, Lengths], path: Path, kind: str) -> None:
     names, edges = sorted(found), _edges(found)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=[3, 2])
     left.hist([found[n].all for n in names], edges, stacked=True, label=names)
-    left.set(xscale="log", xlabel="tokens", ylabel="samples", title="Length")
+    left.set(xlabel="tokens", ylabel="samples", title="Length")
     left.set_xscale("log", base=2)
+    ticks = edges[:: len(edges) // 9 + 1]  # more would run into each other
+    left.set_xticks(ticks, [f"{edge:,}" for edge in ticks])
     left.legend(fontsize=8)
     tokens = np.array([found[n].all.sum() for n in names])
     supervised = np.array([found[n].supervised for n in names])
     right.barh(names, tokens, color="lightgray", label="all")
     right.barh(names, supervised, label="supervised")
     right.set(xlabel="tokens", title="Tokens")
+    right.invert_yaxis()  # the first source on top, as in the table
+    right.xaxis.set_major_locator(plt.MaxNLocator(4))
+    right.xaxis.set_major_formatter("{x:,.0f}")
     right.legend(fontsize=8)
     figure.tight_layout()
     metadata = {"Date": None} if kind == "svg" else None
