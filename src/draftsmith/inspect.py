@@ -269,7 +269,7 @@ def _draw(found: dict[str, Lengths], path: Path, kind: str) -> None:
     right.barh(names, supervised, label="supervised")
     right.set(xlabel="tokens", title="Tokens")
     right.invert_yaxis()  # the first source on top, as in the table
-    right.xaxis.set_major_locator(plt.MaxNLocator(4))
+    right.locator_params(axis="x", nbins=4)
     right.xaxis.set_major_formatter("{x:,.0f}")
     right.legend(fontsize=8)
     figure.tight_layout()
