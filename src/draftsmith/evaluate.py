@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import draftsmith.tokenize as tokenize_stage
-from draftsmith import files, report, train
+from draftsmith import checkpoints, files, report, train
 from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig
 from draftsmith.core import FaultFound, Sample, StageResult, UserError
@@ -130,7 +130,7 @@ def traces_json(prompts: list[Sample], traces: dict[str, list[Trace]]) -> list[d
 
 def last_checkpoint(cfg: RunConfig) -> Path:
     """The newest checkpoint of the run."""
-    found = train.checkpoints(train.folder(cfg))
+    found = checkpoints.checkpoints(train.folder(cfg))
     if not found:
         raise UserError(
             where=str(train.folder(cfg)),

@@ -27,6 +27,8 @@ from draftsmith.core import UserError
 from draftsmith.files import digest
 from draftsmith.target.taps import decoder_layers
 
+FINAL_NORMS = ("norm", "final_layernorm", "embedding_norm", "final_norm", "norm_f")
+
 
 @dataclass(frozen=True)
 class TargetInfo:
@@ -255,6 +257,21 @@ def unembed(model: PreTrainedModel) -> tuple[Tensor, Tensor, float]:
     cap = getattr(_text_config(model.config), "final_logit_softcapping", None) or 0.0
     embedding: Any = model.get_input_embeddings()
     return embedding.weight, head.weight, float(cap)
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """The norm between the last layer and the lm_head."""
+    decoder = text_decoder(model)
+    for name in FINAL_NORMS:
+        found = getattr(decoder, name, None)
+        if isinstance(found, nn.Module):
+            return found
+    raise UserError(
+        where="train.loss",
+        found=f"a target of type {model.config.model_type}, whose final norm is none of {FINAL_NORMS}",
+        expected="one that is known",
+        remedy="Use train.loss: ce.",
+    )
 
 
 def _weights_digest(target: TargetConfig, config: Any) -> str:
