@@ -48,7 +48,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._job: Future[None] | None = None
         # what the writers tell each other must not mix with the trainer's own
-        self._group = dist.new_group(backend="gloo") if ranks.count > 1 else None
+        self._group: Any = dist.new_group(backend="gloo") if ranks.count > 1 else None
         self.best: int | None = None
 
     def save(self, drafter: DFlash, optimizer: torch.optim.Optimizer, step: int) -> None:

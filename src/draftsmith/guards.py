@@ -4,7 +4,7 @@ gradients that explode. Each error says which samples and what their states look
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 import torch
@@ -58,6 +58,16 @@ def check_alive(batch: FeatureBatch, taps: Sequence[int]) -> None:
                 expected="states that differ from token to token and from tap to tap",
                 remedy="Check them with `draftsmith verify STORE --recompute 4`, and extract again.",
             )
+
+
+def alive(
+    batches: Iterator[FeatureBatch | None], taps: Sequence[int]
+) -> Iterator[FeatureBatch | None]:
+    """The same batches, the first of them checked."""
+    for number, batch in enumerate(batches):
+        if number == 0 and batch is not None:
+            check_alive(batch, taps)
+        yield batch
 
 
 class Gradients:

@@ -54,7 +54,6 @@ def open_source(
     train = tokenize_stage.read_samples(cfg, tokens, "train")
     held_out = tokenize_stage.read_samples(cfg, tokens, "held_out")
     if kind == "store":
-        extract.finished(cfg)
         reader = StoreReader(cfg.store)  # which holds fewer samples with features.max_bytes
         train, held_out = train.among(reader.sample_ids), held_out.among(reader.sample_ids)
         chosen = _chosen(cfg, held_out)

@@ -7,13 +7,14 @@ goes on from its last checkpoint with the same numbers, on any number of GPUs.
 
 import contextlib
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from torch import Tensor, nn
 
 import draftsmith.tokenize as tokenize_stage
 from draftsmith import checkpoints, extract, files, guards
@@ -22,9 +23,9 @@ from draftsmith.config import RunConfig
 from draftsmith.core import StageResult, UserError
 from draftsmith.drafter.checkpoint import find_drafter, load_drafter, read_shape
 from draftsmith.drafter.config import DrafterShape, check_belongs, resolve_shape, warm_shape
-from draftsmith.drafter.loss import leading_correct
 from draftsmith.drafter.model import DFlash
 from draftsmith.drafter.parallelize import clip_and_scale, parallelize, synced
+from draftsmith.features import FeatureBatch
 from draftsmith.loggers import Loggers
 from draftsmith.microbatch import Forward
 from draftsmith.monitor.state import NoReport, Report, stage_report
@@ -83,6 +84,8 @@ def _run(cfg: RunConfig, ranks: Ranks) -> StageResult:
     reported = stage_report(cfg.root, "train") if ranks.lead else contextlib.nullcontext(NoReport())
     with reported as report:
         inputs, shape = _inputs(cfg)
+        if inputs["source"] == "store" and not is_finished(cfg):
+            extract.finished(cfg)  # refused before anything is written
         if ranks.lead:
             manifests.begin(out, "checkpoints/1", inputs, remake=False)
         ranks.barrier()
@@ -179,6 +182,47 @@ def _check_anchors(num_anchors: Sequence[int]) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Sums:
+    """Of one step over all ranks: the mean loss, the gradients' norm before it was limited, and the
+    share of anchors whose first k drafts are right, k = 1..B-1; of this rank: seconds waited for
+    features, and the micro-batches.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    survival: Tensor
+    waited_s: float
+    batches: list[FeatureBatch]
+
+
+def train_step(
+    forward: Forward, batches: Iterator[FeatureBatch | None], rounds: int, epoch: int, ranks: Ranks,
+    *, clip_norm: float,
+) -> Sums:  # fmt: skip
+    """Gradients of one step: the mean over its weighted slots, however they are batched and shared out."""
+    B, waited, seen = forward.drafter.shape.block_size, 0.0, []
+    sums = torch.zeros(B + 2, dtype=torch.float64, device=forward.device)
+    for k in range(rounds):
+        asked = time.perf_counter()
+        batch = next(batches)
+        waited += time.perf_counter() - asked
+        with synced(forward.net, last=k == rounds - 1):
+            loss, anchors = forward.loss(batch, epoch)
+            loss.weighted_sum.backward()
+        kept = loss.correct[:, 1:].cumprod(-1).sum(0)
+        counts = torch.stack(
+            [loss.weighted_sum.detach(), loss.weight_sum, kept.new_tensor(anchors)]
+        )
+        sums += torch.cat([counts, kept])
+        seen += [] if batch is None else [batch]
+    ranks.sum(sums)
+    weight = sums[1].clamp_min(1e-9)
+    factor = (ranks.count / weight).float()  # what ranks hold is the mean of their sums
+    norm = clip_and_scale(forward.drafter, factor, clip_norm)
+    return Sums(sums[0] / weight, norm, sums[3:] / sums[2].clamp_min(1), waited, seen)
+
+
 def train(
     cfg: RunConfig,
     drafter: DFlash,
@@ -189,13 +233,7 @@ def train(
 ) -> dict[str, float]:
     """The loop. Returns the last logged numbers."""
     out, device, settings = folder(cfg), drafter.shared[0].device, cfg.train
-    drafter.recompute = settings.recompute
-    net = parallelize(drafter, ranks, settings.parallel, compile_layers=device.type == "cuda")
-    forward = Forward(cfg, drafter, net, opened.norm)
-    optimizer = torch.optim.AdamW(
-        drafter.parameters(), lr=settings.lr, betas=BETAS, weight_decay=settings.weight_decay,
-        fused=device.type == "cuda",
-    )  # fmt: skip
+    forward, optimizer = prepare(cfg, drafter, opened.norm, ranks)
     begin = checkpoints.resume(out, drafter, optimizer)
     saver = checkpoints.Saver(out, ranks, settings.keep_checkpoints)
     judge = Judge(
@@ -209,51 +247,36 @@ def train(
     if begin == 0 and cfg.drafter.init_from:
         judge.before()
     batches = forward.micro_batches(opened.source, steps[begin:], ranks)
+    if begin == 0:
+        batches = guards.alive(batches, taps)
     for number in range(begin, len(steps)):
-        started, waited, step = time.perf_counter(), 0.0, steps[number]
+        started, step = time.perf_counter(), steps[number]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(settings, number, len(steps))
-        sums, seen = torch.zeros(4, dtype=torch.float64, device=device), []
         rounds = len(rows_of(step, ranks))
-        for k in range(rounds):
-            asked = time.perf_counter()
-            batch = next(batches)
-            waited += time.perf_counter() - asked
-            if number == 0 and batch is not None:
-                guards.check_alive(batch, taps)
-            with synced(net, last=k == rounds - 1):
-                loss, anchors = forward.loss(batch, step.epoch)
-                loss.weighted_sum.backward()
-            guessed = leading_correct(loss.correct).sum()
-            sums += torch.stack(
-                [loss.weighted_sum.detach(), loss.weight_sum, guessed, guessed.new_tensor(anchors)]
-            )
-            seen += [] if batch is None else [batch]
-        # The mean over the step's weighted slots, however they were batched. Ranks hold a mean.
-        loss_sum, weight_sum, guessed, anchors = ranks.sum(sums).unbind()
-        factor = (ranks.count / weight_sum.clamp_min(1e-9)).float()
-        norm = clip_and_scale(drafter, factor, settings.clip_norm)
-        mean = loss_sum / weight_sum.clamp_min(1e-9)
-        wrong = gradients.wrong(norm.item(), mean.item())
+        sums = train_step(forward, batches, rounds, step.epoch, ranks, clip_norm=settings.clip_norm)
+        wrong = gradients.wrong(sums.norm.item(), sums.loss.item())
         if wrong:
-            guards.refuse(number + 1, wrong, seen, taps)
+            guards.refuse(number + 1, wrong, sums.batches, taps)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         done, took = number + 1, time.perf_counter() - started
         if done % settings.log_every == 0 or done == len(steps):
+            tokens = sum(opened.source.lengths[i] for row in step.rows for i in row)
+            survival = sums.survival.tolist()
             last = {
-                "loss": mean.item(),
-                "anchor_tau": 1 + (guessed / anchors.clamp_min(1)).item(),
-                "grad_norm": norm.item(),
+                "loss": sums.loss.item(),
+                "anchor_tau": 1 + sum(survival),
+                "grad_norm": sums.norm.item(),
                 "lr": optimizer.param_groups[0]["lr"],
-                "tokens_per_s": sum(opened.source.lengths[i] for row in step.rows for i in row)
-                / took,
-                "data_wait": waited / took,
+                "tokens_per_s": tokens / took,
+                "data_wait": sums.waited_s / took,
                 **_memory(device),
             }
-            report.event("step", step=done, epoch=step.epoch, **last)
+            report.event("step", step=done, epoch=step.epoch, **last, survival=survival)
             if loggers:
-                loggers.log(done, last)
+                by_slot = {f"survival/{k + 1}": x for k, x in enumerate(survival)}
+                loggers.log(done, {**last, **by_slot})
         report.progress(done, **last)
         saves = done % settings.checkpoint_every == 0 or done == len(steps)
         if saves or done == judge.first:
@@ -268,6 +291,23 @@ def train(
     if loggers:
         loggers.close()
     return last
+
+
+def prepare(
+    cfg: RunConfig, drafter: DFlash, norm: nn.Module | None, ranks: Ranks
+) -> tuple[Forward, torch.optim.Optimizer]:
+    """The drafter ready to be trained on its device, compiled there if it is a GPU, shared out over
+    ranks; and its optimizer.
+    """
+    gpu = drafter.shared[0].device.type == "cuda"
+    drafter.recompute = cfg.train.recompute
+    net = parallelize(drafter, ranks, cfg.train.parallel, compile_layers=gpu)
+    drafter.train()
+    optimizer = torch.optim.AdamW(
+        drafter.parameters(), lr=cfg.train.lr, betas=BETAS, weight_decay=cfg.train.weight_decay,
+        fused=gpu,
+    )  # fmt: skip
+    return Forward(cfg, drafter, net, norm), optimizer
 
 
 def _memory(device: torch.device) -> dict[str, float]:

@@ -74,7 +74,7 @@ def test_the_run_is_complete_and_its_files_are_as_documented(finished):
 
 def test_replay_along_the_text_equals_the_live_loop(finished):
     """tau without a decode loop, round for round, on a drafter that is accepted now and then."""
-    from draftsmith import configfile, evaluate, train
+    from draftsmith import checkpoints, configfile, evaluate, train
     from draftsmith.core import Sample
     from draftsmith.decode import methods
     from draftsmith.decode.replay import replay
@@ -83,9 +83,9 @@ def test_replay_along_the_text_equals_the_live_loop(finished):
 
     cfg = configfile.load(finished / "config.yaml")
     target = load_target(cfg.target)
-    drafter = load_drafter(train.checkpoints(train.folder(cfg))[-1], round_to=torch.bfloat16).share(
-        *unembed(target)
-    )
+    drafter = load_drafter(
+        checkpoints.checkpoints(train.folder(cfg))[-1], round_to=torch.bfloat16
+    ).share(*unembed(target))
     prompts = json.loads((finished / "run" / "eval" / evaluate.TRACES).read_text())
     accepted = 0
     for prompt in prompts:

@@ -202,10 +202,3 @@ def block_hits(drafter: DFlash, hidden_QH: Tensor, blocks: Blocks) -> Tensor:
         most = drafter.logits(hidden_QH[part].to(head.dtype)).argmax(-1)
         hits[part] = most == blocks.labels[part]
     return hits.view(-1, B)
-
-
-def leading_correct(correct_AB: Tensor) -> Tensor:
-    """[A] leading slots guessed right: accepted drafts, uniform over anchors (not the loop's tau, but
-    its trend).
-    """
-    return correct_AB[..., 1:].cumprod(-1).sum(-1)
