@@ -6,6 +6,7 @@ AdamW's state by torch.distributed.checkpoint, so that another number of GPUs ca
 
 import pickle
 import shutil
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Saver:
     """Writes one checkpoint at a time; the newest `keep` stay, and `best`."""
 
     def __init__(self, out: Path, ranks: Ranks, keep: int) -> None:
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
         self._out, self._ranks, self._keep = out, ranks, keep
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._job: Future[None] | None = None

@@ -21,7 +21,7 @@ from draftsmith.places import Place
 from draftsmith.ranks import Ranks
 from draftsmith.store.reader import StoreReader, is_complete
 from draftsmith.store.writer import WriteThrough
-from draftsmith.target.load import device_of, final_norm, inspect_target, load_target, unembed
+from draftsmith.target.load import device_of, final_norm, inspect_target, load_outside, unembed
 from draftsmith.target.selftest import self_test
 from draftsmith.tokenize.samples import Samples
 
@@ -83,7 +83,7 @@ def _chosen(cfg: RunConfig, held_out: Samples) -> list[Sample]:
 
 def _frozen(cfg: RunConfig) -> tuple[tuple[Tensor, Tensor, float], nn.Module | None]:
     """Of the target, the rest of which is dropped again."""
-    model = load_target(cfg.target.model_copy(update={"device": "cpu"}))
+    model = load_outside(cfg.target.model_copy(update={"device": "cpu"}))
     embedding, head, softcap = unembed(model)
     place = device_of(cfg.target)
     norm = copy.deepcopy(final_norm(model)).to(place) if cfg.train.loss != "ce" else None
