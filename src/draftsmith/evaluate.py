@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import draftsmith.tokenize as tokenize_stage
-from draftsmith import checkpoints, files, report, train
+from draftsmith import files, report, train
 from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig
 from draftsmith.core import FaultFound, Sample, StageResult, UserError
@@ -35,6 +35,7 @@ from draftsmith.target.load import (
     load_target,
     load_tokenizer,
 )
+from draftsmith.train import checkpoints
 
 EXAMPLES = 3  # texts shown in the report
 TRACES = "traces.json"

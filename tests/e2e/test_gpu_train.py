@@ -15,12 +15,9 @@ from draftsmith.drafter.config import DrafterShape
 from draftsmith.drafter.loss import linear_loss
 from draftsmith.drafter.model import DFlash
 from draftsmith.ranks import Ranks
-from draftsmith.sources import open_source
+from draftsmith.train.sources import open_source
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 LENGTHS = [700, 90, 1200]
 
 

@@ -74,12 +74,13 @@ def test_the_run_is_complete_and_its_files_are_as_documented(finished):
 
 def test_replay_along_the_text_equals_the_live_loop(finished):
     """tau without a decode loop, round for round, on a drafter that is accepted now and then."""
-    from draftsmith import checkpoints, configfile, evaluate, train
+    from draftsmith import configfile, evaluate, train
     from draftsmith.core import Sample
     from draftsmith.decode import methods
     from draftsmith.decode.replay import replay
     from draftsmith.drafter.checkpoint import load_drafter
     from draftsmith.target.load import load_target, unembed
+    from draftsmith.train import checkpoints
 
     cfg = configfile.load(finished / "config.yaml")
     target = load_target(cfg.target)

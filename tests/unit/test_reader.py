@@ -7,8 +7,8 @@ import torch
 
 from draftsmith.features import AHEAD, THREADS, StoreSource, epoch_plan
 from draftsmith.ranks import Ranks
-from draftsmith.schedule import Step, rows_of
 from draftsmith.store.buffers import Buffers
+from draftsmith.train.schedule import Step, rows_of
 from stores import features, inputs, write_store
 
 

@@ -10,19 +10,20 @@ import torch
 from runs import command, contents, kill_when, resume
 from safetensors.torch import load_file
 
-from draftsmith import checkpoints, configfile, guards, pipeline, places, train
+from draftsmith import configfile, pipeline, places, train
 from draftsmith import manifest as manifests
 from draftsmith import tokenize as tokenize_stage
 from draftsmith.core import Sample, UserError
 from draftsmith.decode.replay import replay
 from draftsmith.drafter.checkpoint import load_drafter
 from draftsmith.features import FeatureBatch
-from draftsmith.microbatch import Forward
 from draftsmith.monitor.state import NoReport
 from draftsmith.ranks import Ranks
-from draftsmith.schedule import plan_steps
-from draftsmith.sources import open_source
-from draftsmith.verdict import Judge, answer_of, lookup_tau, worth
+from draftsmith.train import checkpoints, guards
+from draftsmith.train.microbatch import Forward
+from draftsmith.train.schedule import plan_steps
+from draftsmith.train.sources import open_source
+from draftsmith.train.verdict import Judge, answer_of, lookup_tau, worth
 
 STEPS = {"max_steps": 6, "checkpoint_every": 3, "verdict_prompts": 4}
 

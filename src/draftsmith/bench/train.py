@@ -33,15 +33,15 @@ from draftsmith.core import Sample, UserError
 from draftsmith.drafter.config import NO_WINDOW, DrafterShape
 from draftsmith.drafter.model import DFlash
 from draftsmith.features import FeatureBatch, StoreSource
-from draftsmith.live import LiveSource
 from draftsmith.ranks import Ranks
-from draftsmith.schedule import Step
 from draftsmith.store import index, shards
 from draftsmith.store.shards import KIND, SampleFeatures, shard_name, write_shard
 from draftsmith.target.forward import StatesForward
 from draftsmith.target.load import unembed
 from draftsmith.target.packed import can_pack, has_kernels
 from draftsmith.target.taps import auto_taps
+from draftsmith.train.live import LiveSource
+from draftsmith.train.schedule import Step
 
 WARM_UP = 3  # steps that are not measured; the first one compiles
 SourceName = Literal["memory", "store", "live"]

@@ -17,7 +17,7 @@ import yaml
 from torch import Tensor, nn
 
 import draftsmith.tokenize as tokenize_stage
-from draftsmith import checkpoints, extract, files, guards
+from draftsmith import extract, files
 from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig
 from draftsmith.core import StageResult, UserError
@@ -26,15 +26,16 @@ from draftsmith.drafter.config import DrafterShape, check_belongs, resolve_shape
 from draftsmith.drafter.model import DFlash
 from draftsmith.drafter.parallelize import clip_and_scale, parallelize, synced
 from draftsmith.features import FeatureBatch
-from draftsmith.loggers import Loggers
-from draftsmith.microbatch import Forward
 from draftsmith.monitor.state import NoReport, Report, stage_report
 from draftsmith.ranks import Ranks, inside, joined, launch
-from draftsmith.schedule import Step, learning_rate, plan_steps, rows_of
-from draftsmith.sources import Opened, open_source
 from draftsmith.target.load import device_of, inspect_target, load_tokenizer
 from draftsmith.target.taps import resolve_taps
-from draftsmith.verdict import Judge
+from draftsmith.train import checkpoints, guards
+from draftsmith.train.loggers import Loggers
+from draftsmith.train.microbatch import Forward
+from draftsmith.train.schedule import Step, learning_rate, plan_steps, rows_of
+from draftsmith.train.sources import Opened, open_source
+from draftsmith.train.verdict import Judge
 
 BETAS = (0.9, 0.95)
 

@@ -15,7 +15,7 @@ from draftsmith.drafter.loss import BlockLoss, block_hits, block_loss
 from draftsmith.drafter.model import DFlash
 from draftsmith.features import FeatureBatch, Source
 from draftsmith.ranks import Ranks
-from draftsmith.schedule import Step, rows_of
+from draftsmith.train.schedule import Step, rows_of
 
 
 class Forward:

@@ -16,7 +16,6 @@ from draftsmith.core import Sample
 from draftsmith.extract.plan import ENGINES, engine_of
 from draftsmith.extract.worker import target_forward
 from draftsmith.features import Source, StoreSource
-from draftsmith.live import LiveSource
 from draftsmith.places import Place
 from draftsmith.ranks import Ranks
 from draftsmith.store.reader import StoreReader, is_complete
@@ -24,6 +23,7 @@ from draftsmith.store.writer import WriteThrough
 from draftsmith.target.load import device_of, final_norm, inspect_target, load_outside, unembed
 from draftsmith.target.selftest import self_test
 from draftsmith.tokenize.samples import Samples
+from draftsmith.train.live import LiveSource
 
 PROBES = 8  # samples of the packed rows' self-test
 
