@@ -1,10 +1,12 @@
 """Training: what is packed, both sources, ranks, guards, verdicts. Real features of the built-in target."""
 
+import dataclasses
 import json
 import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from runs import command, contents, kill_when, resume
@@ -15,7 +17,10 @@ from draftsmith import manifest as manifests
 from draftsmith import tokenize as tokenize_stage
 from draftsmith.core import Sample, UserError
 from draftsmith.decode.replay import replay
+from draftsmith.drafter.attention import by_sample
+from draftsmith.drafter.blocks import make_blocks
 from draftsmith.drafter.checkpoint import load_drafter
+from draftsmith.drafter.model import DFlash
 from draftsmith.features import FeatureBatch
 from draftsmith.monitor.state import NoReport
 from draftsmith.ranks import Ranks
@@ -24,7 +29,9 @@ from draftsmith.train.microbatch import Forward
 from draftsmith.train.schedule import plan_steps
 from draftsmith.train.sources import open_source
 from draftsmith.train.verdict import Judge, answer_of, lookup_tau, worth
+from tiny_models import assets
 
+TINY = assets() / "tiny-hybrid"
 STEPS = {"max_steps": 6, "checkpoint_every": 3, "verdict_prompts": 4}
 
 
@@ -311,3 +318,53 @@ def test_every_loss_trains(settings, final, extracted, trained, tmp_path):
     assert found[-1] < found[0]
     # answers are the target's own greedy text, so that its labels are the text's
     assert (found == plain) == bool({"recompute", "labels"} & set(settings))
+
+
+def test_curves_are_tensorboards(trained):
+    """Read back record by record: length, its checksum, an event, its checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (path,) = (trained / "logs" / "tensorboard").iterdir()
+    data, curves = path.read_bytes(), {}
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        event = Event.FromString(data[12 : 12 + size])
+        for value in event.summary.value:
+            curves.setdefault(value.tag, []).append((event.step, value.simple_value))
+        data = data[16 + size :]
+    assert [step for step, _ in curves["train/loss"]][:6] == [1, 1, 2, 3, 3, 4]
+    shown = dict(curves["train/loss"])
+    assert [shown[k + 1] for k in range(6)] == pytest.approx(losses(trained))
+    assert {"train/tau", "train/survival/3", "train/lr", "train/data_wait"} <= set(curves)
+
+
+def test_a_logger_that_is_not_installed_is_named(extracted, tmp_path):
+    path = config(extracted, tmp_path, train={"loggers": ["wandb"]})
+    done = command("train", path)
+    assert done.returncode == 2 and "pip install 'draftsmith[wandb]'" in done.stderr
+
+
+def test_the_benchs_products_are_the_networks():
+    """Its list against what the layers are seen to do, forward and backward."""
+    from draftsmith.bench import train as bench
+
+    its = dataclasses.replace(bench._shape(bench.config_of(str(TINY)), [1, 3], 2, 4), vocab_size=97)
+    drafter, seen = (
+        DFlash(its).share(torch.randn(97, its.hidden_size), torch.randn(97, its.hidden_size)),
+        [],
+    )
+    for module in drafter.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(
+                lambda m, args, out: seen.append(
+                    (args[0].shape[-2], m.in_features, m.out_features, args[0].requires_grad, True)
+                )
+            )
+    blocks = make_blocks(torch.randint(97, (40,)), torch.ones(40), [40], [np.arange(5, 25, 2)], its)
+    mask = by_sample(blocks, 4, window=None, causal=False)
+    noise = drafter.embed(blocks.block_ids)[None].requires_grad_()  # as from a layer before
+    features = torch.randn(1, 40, 2, its.hidden_size)
+    context = blocks.context_positions[None]
+    drafter(noise, blocks.positions[None], features, context, {"full_attention": mask})
+    head = (30, its.hidden_size, 97, True, False)
+    assert sorted([*seen, head]) == sorted(bench.products_of(its, 40, 10, 30))
