@@ -250,16 +250,29 @@ def _add_bench(commands: Any) -> None:
     extract.add_argument("--shard-bytes", type=_count, default=1 << 30)
     extract.add_argument("--memory-gib", type=float, help="cap of the GPU allocator")
     extract.add_argument("--json", action="store_true")
+    train = kinds.add_parser("train", help="a drafter's step, beside its products alone")
+    train.add_argument("--model", default="qwen3.6-27b", help="of the target, as for extract")
+    train.add_argument("--layers", type=_count, default=5)
+    train.add_argument("--block-size", type=_count, default=16)
+    train.add_argument("--tokens", type=_count, default=4096, help="of a micro-batch")
+    train.add_argument("--anchors", type=_count, default=512, help="of a micro-batch")
+    train.add_argument("--accumulate", type=_count, default=1, help="micro-batches of a step")
+    train.add_argument("--steps", type=_count, default=10)
+    train.add_argument("--source", choices=["memory", "store", "live"], default="memory")
+    train.add_argument("--folder", type=Path, default=Path(), help="for --source store")
+    train.add_argument("--memory-gib", type=float, help="cap of the GPU allocator")
+    train.add_argument("--recompute", action="store_true")
+    train.add_argument("--json", action="store_true")
 
 
 def _bench(known: argparse.Namespace) -> int:
-    if known.bench == "extract":
-        from draftsmith.bench import extract
+    if known.bench in ("extract", "train"):
+        from draftsmith.bench import extract, train
 
         options = {
             k: v for k, v in vars(known).items() if k not in ("command", "bench", "json", "help")
         }
-        extract.run(**options, as_json=known.json)
+        {"extract": extract, "train": train}[known.bench].run(**options, as_json=known.json)
         return GOOD
     from draftsmith.bench import store as bench_store
 

@@ -199,8 +199,10 @@ class TokenizeConfig(_Model):
 
 
 class FeaturesConfig(_Model):
-    source: Literal["auto", "store"] = "auto"
-    """store: extracted once to disk, read in every epoch."""
+    source: Literal["auto", "store", "live"] = "auto"
+    """store: extracted once, read in every epoch; live: the target runs beside the trainer, on its GPU,
+    and nothing is written (with max_bytes, what fits); auto: the store if it fits.
+    """
     taps: Auto | list[int] = "auto"
     """0-based decoder layers whose raw output is captured; auto: z-lab's formula."""
     num_taps: Annotated[int, Field(ge=1)] = 5
@@ -210,7 +212,9 @@ class FeaturesConfig(_Model):
     store: str | None = None
     """Where the store is: a folder or s3://bucket/prefix; null: RUN/features."""
     max_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Bound on the store's size: what fits is a random share of the samples, and training uses those."""
+    """Bound on the store's size. store: what fits is a random share of the samples, and training uses
+    those. live: what fits is written in the first epoch and read in the later ones.
+    """
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the stored states."""
 
@@ -316,12 +320,21 @@ class TrainConfig(_Model):
     tokens_per_step: Annotated[int, Field(ge=1)] = 32768
     """Target tokens of one optimizer step."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 4096
-    """Target tokens of one forward, padding included; a longer sample goes alone."""
-    labels: Literal["data"] = "data"
-    """data: the text's own token."""
-    loss: Literal["ce"] = "ce"
-    weights: Literal["gamma"] = "gamma"
-    """gamma: slot k weighs exp(-(k-1)/gamma)."""
+    """Target tokens of one forward and backward, samples end to end; a longer sample goes alone."""
+    micro_batch_blocks: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """And no more blocks than this; auto: 512, or anchors_per_sample if that is more."""
+    labels: Literal["data", "target"] = "data"
+    """data: the text's own token; target: what the target finds most probable there (needs
+    features.final: argmax).
+    """
+    loss: Literal["ce", "kl", "tv"] = "ce"
+    """ce: cross-entropy with the labels; kl, tv: divergence from, or distance to, the target's
+    distribution (need features.final: state).
+    """
+    weights: Literal["gamma", "dpace"] = "gamma"
+    """gamma: slot k weighs exp(-(k-1)/gamma); dpace: by the probability that the slots before it are
+    accepted (D-PACE).
+    """
     gamma: Auto | Annotated[float, Field(gt=0)] = "auto"
     """auto: 4 at block 8, 5 at 10, 7 at 16 (the paper), interpolated."""
     log_every: Annotated[int, Field(ge=1)] = 10
@@ -330,6 +343,34 @@ class TrainConfig(_Model):
     """Steps between checkpoints."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Older ones are deleted."""
+    verdict_prompts: Annotated[int, Field(ge=0)] = 32
+    """Held-out texts whose tau is measured at 1% of the steps and with each checkpoint; 0: none."""
+    processes: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """Processes, one a GPU; auto: as many as there are GPUs, and one on a CPU."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Of several processes: ddp: each holds the whole drafter; fsdp: weights and optimizer are shared out
+    (FSDP2).
+    """
+    recompute: bool = False
+    """Make activations again in the backward pass: less memory, about a quarter more time."""
+    loggers: list[Literal["tensorboard", "wandb", "trackio"]] = ["tensorboard"]
+    """Where curves go besides events.jsonl; tensorboard: RUN/logs. wandb and trackio are extras."""
+
+    @property
+    def blocks_together(self) -> int:
+        """Blocks of one forward and backward."""
+        if self.micro_batch_blocks == "auto":
+            return max(512, self.anchors_per_sample)
+        return self.micro_batch_blocks
+
+    @model_validator(mode="after")
+    def _anchors_fit(self) -> "TrainConfig":
+        if self.blocks_together < self.anchors_per_sample:
+            raise ValueError(
+                f"micro_batch_blocks {self.micro_batch_blocks} is less than anchors_per_sample "
+                f"{self.anchors_per_sample}: a sample's blocks are trained on together"
+            )
+        return self
 
 
 class EvaluateConfig(_Model):
@@ -438,6 +479,21 @@ class RunConfig(_Model):
                 "tokenize.turns: all needs regenerate.servers or regenerate.launch, or "
                 "regenerate.enabled: false; in process only the last answer is regenerated"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _losses_have_what_they_compare_with(self) -> "RunConfig":
+        train, final = self.train, self.features.final
+        if train.labels == "target" and (train.loss != "ce" or final != "argmax"):
+            raise ValueError("train.labels: target needs features.final: argmax and train.loss: ce")
+        if train.loss != "ce" and final != "state":
+            raise ValueError(f"train.loss: {train.loss} needs features.final: state")
+        return self
+
+    @model_validator(mode="after")
+    def _live_runs_the_target(self) -> "RunConfig":
+        if self.features.source == "live" and self.extract.files is not None:
+            raise ValueError("features.source: live runs the target; leave out extract.files")
         return self
 
     @model_validator(mode="after")

@@ -13,10 +13,10 @@ class UserError(Exception):
 
     def __init__(self, *, where: str, found: str, expected: str, remedy: str) -> None:
         super().__init__(f"{where}: found {found}; expected {expected}. {remedy}")
-        self._parts = {"where": where, "found": found, "expected": expected, "remedy": remedy}
+        self.parts = {"where": where, "found": found, "expected": expected, "remedy": remedy}
 
     def __reduce__(self) -> Any:  # a worker's error reaches the command through a pickle
-        return _user_error, (self._parts,)
+        return _user_error, (self.parts,)
 
 
 def _user_error(parts: dict[str, str]) -> UserError:

@@ -35,6 +35,7 @@ from draftsmith.target.load import (
     load_target,
     load_tokenizer,
 )
+from draftsmith.train import checkpoints
 
 EXAMPLES = 3  # texts shown in the report
 TRACES = "traces.json"
@@ -130,7 +131,7 @@ def traces_json(prompts: list[Sample], traces: dict[str, list[Trace]]) -> list[d
 
 def last_checkpoint(cfg: RunConfig) -> Path:
     """The newest checkpoint of the run."""
-    found = train.checkpoints(train.folder(cfg))
+    found = checkpoints.checkpoints(train.folder(cfg))
     if not found:
         raise UserError(
             where=str(train.folder(cfg)),

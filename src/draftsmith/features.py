@@ -1,5 +1,6 @@
-"""Where the trainer's features come from. One source so far, the store; a live one will give the
-same batches.
+"""Where the trainer's features come from, as rows of whole samples: a store, extracted once and read in
+every epoch, or live (live.py): the target runs beside the trainer and nothing need be written. Same
+rows, same batches, so the same losses.
 """
 
 from collections import deque
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from draftsmith.core import RowPlan
 from draftsmith.places import Place
 from draftsmith.store.buffers import Buffers
 from draftsmith.store.reader import StoreReader
-from draftsmith.target.rows import plan_rows
+from draftsmith.target.rows import plan_packed_rows
 
 AHEAD, THREADS = 4, 2
 """Micro-batches read ahead of the trainer, and the threads that read and unpack them."""
@@ -24,89 +25,103 @@ AHEAD, THREADS = 4, 2
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """Samples of like length, right-padded to S: hidden [b, S, taps, H], input_ids [b, S],
-    loss_mask [b, S] (0 on padding). `copied`: what must have happened before hidden's memory is
-    filled again.
+    """A micro-batch, its samples end to end: hidden [N, taps, H], input_ids [N], loss_mask [N]; in
+    `extra` final [N, H] or argmax [N] where they are kept. Ids and mask stay on the CPU, where blocks
+    are made of them. `copied`: what must have happened before hidden's memory is filled again.
     """
 
     sample_ids: list[int]
+    lengths: list[int]
     hidden: Tensor
     input_ids: Tensor
     loss_mask: Tensor
-    num_tokens: int
+    extra: dict[str, Tensor] = field(default_factory=dict)
     copied: list[Any] = field(default_factory=list, repr=False, compare=False)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the row."""
+        return len(self.input_ids)
+
     def to(self, device: torch.device, dtype: torch.dtype) -> "FeatureBatch":
-        """On the device; states in `dtype`, which they get there: in one step torch would widen them
+        """States on the device, in `dtype`, which they get there: in one step torch would widen them
         before the copy, and wait.
         """
         hidden = self.hidden.to(device, non_blocking=True)
-        ids = self.input_ids.to(device, non_blocking=True)
-        mask = self.loss_mask.to(device, non_blocking=True)
+        extra = {name: x.to(device, non_blocking=True) for name, x in self.extra.items()}
         if device.type == "cuda":
             copied = torch.cuda.Event()
             copied.record()
             self.copied.append(copied)
-        return FeatureBatch(self.sample_ids, hidden.to(dtype), ids, mask, self.num_tokens)
+        if "final" in extra:
+            extra["final"] = extra["final"].to(dtype)
+        rest = (self.input_ids, self.loss_mask, extra)
+        return FeatureBatch(self.sample_ids, self.lengths, hidden.to(dtype), *rest)
+
+
+class Source(Protocol):
+    """Features of a split's samples, by position."""
+
+    sample_ids: list[int]
+    lengths: list[int]
+
+    def batches(self, rows: list[list[int]], *, pinned: bool) -> Iterator[FeatureBatch]:
+        """These micro-batches in order; `pinned`: from page-locked memory, for copies to a GPU."""
+        ...
+
+    def end_epoch(self) -> None:
+        """Every sample was asked for once more."""
+        ...
+
+
+def epoch_plan(sizes: list[int], *, budget: int, seed: int, epoch: int) -> RowPlan:
+    """The micro-batches of an epoch, samples of these sizes up to `budget` in each; rows hold positions.
+    A pure function of its arguments.
+    """
+    return plan_packed_rows(sizes, tokens_per_batch=budget, seed=seed * 1_000_003 + epoch)
 
 
 class StoreSource:
-    """Batches of a split's samples from a store. The order is a pure function of lengths, seed and
-    epoch.
-    """
+    """Batches of a split's samples from a store."""
 
     def __init__(self, location: Path | str | Place | StoreReader, sample_ids: list[int]) -> None:
-        self._reader = location if isinstance(location, StoreReader) else StoreReader(location)
+        self.reader = location if isinstance(location, StoreReader) else StoreReader(location)
         self.sample_ids = sample_ids
-        self.lengths = [self._reader.length(i) for i in sample_ids]
-
-    def plan(self, *, tokens_per_batch: int, seed: int, epoch: int) -> RowPlan:
-        """The micro-batches of an epoch; rows hold positions into `sample_ids`."""
-        return plan_rows(
-            self.lengths, tokens_per_batch=tokens_per_batch, seed=seed * 1_000_003 + epoch
-        )
+        self.lengths = [self.reader.length(i) for i in sample_ids]
+        final = self.reader.manifest["inputs"].get("final", "none")
+        self._extra = {"none": (), "state": ("final",), "argmax": ("argmax",)}[final]
 
     def batch(self, row: list[int], buffers: Buffers | None = None) -> FeatureBatch:
-        """Read one micro-batch, the states straight into their padded places."""
-        reader, ids = self._reader, [self.sample_ids[i] for i in row]
+        """Read one micro-batch, the states straight into their places."""
+        reader, ids = self.reader, [self.sample_ids[i] for i in row]
         lengths = [self.lengths[i] for i in row]
-        size = (len(row), max(lengths))
         buffers = buffers or Buffers(self._num_bytes(row), keep=0, pinned=False)
-        hidden, copied = buffers.take((*size, *reader.states_shape), reader.dtype)
-        tokens = torch.zeros(size, dtype=torch.long, pin_memory=buffers.pinned)
-        mask = torch.zeros(size, dtype=torch.uint8, pin_memory=buffers.pinned)
-        for k, (sample_id, length) in enumerate(zip(ids, lengths, strict=True)):
-            reader.states_into(sample_id, hidden[k, :length])
-            hidden[k, length:] = 0
-            small = reader.read(sample_id, ("input_ids", "loss_mask"))
-            tokens[k, :length], mask[k, :length] = small["input_ids"], small["loss_mask"]
-        return FeatureBatch(ids, hidden, tokens, mask, sum(lengths), copied)
+        hidden, copied = buffers.take((sum(lengths), *reader.states_shape), reader.dtype)
+        parts: dict[str, list[Tensor]] = {
+            name: [] for name in ("input_ids", "loss_mask", *self._extra)
+        }
+        for sample_id, states in zip(ids, hidden.split(lengths), strict=True):
+            reader.states_into(sample_id, states)
+            for name, tensor in reader.read(sample_id, tuple(parts)).items():
+                parts[name].append(tensor)
+        whole = {name: torch.cat(tensors) for name, tensors in parts.items()}
+        tokens, mask = whole.pop("input_ids").long(), whole.pop("loss_mask")
+        if buffers.pinned:
+            whole = {name: tensor.pin_memory() for name, tensor in whole.items()}
+        return FeatureBatch(ids, lengths, hidden, tokens, mask, whole, copied)
 
     def _num_bytes(self, row: list[int]) -> int:
-        taps, width = self._reader.states_shape
-        longest = max(self.lengths[i] for i in row)
-        return len(row) * longest * taps * width * self._reader.dtype.itemsize
+        taps, width = self.reader.states_shape
+        return sum(self.lengths[i] for i in row) * taps * width * self.reader.dtype.itemsize
 
-    def batches(
-        self,
-        rows: list[list[int]],
-        *,
-        pinned: bool,
-        begin: int = 0,
-        rank: int = 0,
-        num_ranks: int = 1,
-    ) -> Iterator[FeatureBatch]:
-        """The micro-batches of these rows from position `begin` on, every `num_ranks`-th of them, in
-        order and read ahead in threads; `pinned` for copies to a GPU. Positions count the rows of all
-        ranks, so a run goes on exactly on another number of them.
-        """
-        mine = rows[begin + rank :: num_ranks]
-        size = max(map(self._num_bytes, mine), default=0)
+    def batches(self, rows: list[list[int]], *, pinned: bool) -> Iterator[FeatureBatch]:
+        """These micro-batches in order, read ahead in threads."""
+        size = max(map(self._num_bytes, rows), default=0)
         buffers = Buffers(size, keep=AHEAD + THREADS, pinned=pinned)
         with ThreadPoolExecutor(THREADS, "feature-reader") as readers:
             waiting: deque[Future[FeatureBatch]] = deque()
             try:
-                for row in mine:
+                for row in rows:
                     waiting.append(readers.submit(self.batch, row, buffers))
                     if len(waiting) > AHEAD:
                         yield waiting.popleft().result()
@@ -115,3 +130,6 @@ class StoreSource:
             finally:
                 for job in waiting:
                     job.cancel()
+
+    def end_epoch(self) -> None:
+        """Nothing changes."""

@@ -33,7 +33,7 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
 def synced_aside(path: Path, write: Callable[[Path], Any]) -> Iterator[Path]:
     """A file beside `path`, written and on the disk; gone when the block ends, unless renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _aside(path)
+    temporary = aside(path)
     try:
         write(temporary)
         _sync(temporary)
@@ -50,21 +50,26 @@ def write_json(path: Path, data: Any) -> None:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder that appears under `path` only when the block ends well."""
-    temporary = _aside(path)
+    temporary = aside(path)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         with disk_errors(path):
             yield temporary
-            for file in temporary.rglob("*"):
-                if file.is_file():
-                    _sync(file)
-            os.replace(temporary, path)
+            publish_folder(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _aside(path: Path) -> Path:
+def publish_folder(temporary: Path, path: Path) -> None:
+    """Sync a folder's files and give it its name."""
+    for file in temporary.rglob("*"):
+        if file.is_file():
+            _sync(file)
+    os.replace(temporary, path)
+
+
+def aside(path: Path) -> Path:
     """A hidden name beside `path` that tells whose it is (remove_leftovers)."""
     return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
 

@@ -128,9 +128,9 @@ def environment() -> dict[str, str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
+    """Every file below a folder, but those that torch.distributed.checkpoint gives a random id."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.name != ".metadata"
     }

@@ -80,12 +80,13 @@ def test_replay_along_the_text_equals_the_live_loop(finished):
     from draftsmith.decode.replay import replay
     from draftsmith.drafter.checkpoint import load_drafter
     from draftsmith.target.load import load_target, unembed
+    from draftsmith.train import checkpoints
 
     cfg = configfile.load(finished / "config.yaml")
     target = load_target(cfg.target)
-    drafter = load_drafter(train.checkpoints(train.folder(cfg))[-1], round_to=torch.bfloat16).share(
-        *unembed(target)
-    )
+    drafter = load_drafter(
+        checkpoints.checkpoints(train.folder(cfg))[-1], round_to=torch.bfloat16
+    ).share(*unembed(target))
     prompts = json.loads((finished / "run" / "eval" / evaluate.TRACES).read_text())
     accepted = 0
     for prompt in prompts:

@@ -16,6 +16,7 @@ from draftsmith import configfile, extract
 from draftsmith import tokenize as tokenize_stage
 from draftsmith.cli import main
 from draftsmith.core import UserError
+from draftsmith.source import Choice
 from tiny_models import assets
 
 
@@ -63,7 +64,10 @@ def stored(extracted: Path, tmp_path: Path) -> Path:
         ),
         ("features", "taps", [1, 1, 3], ["features.taps", "repeated"]),
         ("features", "taps", [3, 1], ["features.taps", "ascend"]),
-        ("features", "source", "live", ["features.source", "'live'", "'store'"]),
+        ("features", "source", "disk", ["features.source", "'live'", "'store'"]),
+        ("train", "labels", "target", ["train.labels: target", "features.final: argmax"]),
+        ("train", "loss", "kl", ["train.loss: kl", "features.final: state"]),
+        ("train", "micro_batch_blocks", 2, ["micro_batch_blocks 2", "anchors_per_sample 4"]),
         ("features", "store", "gs://bucket/x", ["features.store", "local folder"]),
         ("regenerate", "top_p", 0.7, ["regenerate", "temperature above 0"]),
         ("evaluate", "methods", ["chain"], ["evaluate.methods", "must include ar"]),
@@ -260,8 +264,11 @@ def test_a_store_made_for_something_else(stored, capsys, tmp_path):
 def test_too_little_disk_is_seen_before_the_target_is_loaded(tokenized, capsys, monkeypatch):
     usage = shutil.disk_usage(tokenized)
     monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=1000))
-    said = refused(capsys, "extract", tokenized)
+    said = refused(capsys, "extract", tokenized, "--features.source", "store")
     assert "1 kB free" in said and "GB for the features" in said
+    assert main(["extract", str(tokenized)]) == 0
+    assert "features.source auto: live, because" in capsys.readouterr().out
+    assert not (tokenized.parent / "run" / "features").exists()
 
 
 def test_a_disk_that_fills_up_leaves_only_whole_shards(tokenized, capsys, tmp_path, monkeypatch):
@@ -273,7 +280,7 @@ def test_a_disk_that_fills_up_leaves_only_whole_shards(tokenized, capsys, tmp_pa
     if mounted.returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:
-        monkeypatch.setattr(extract, "_check_source", lambda *a: None)
+        monkeypatch.setattr(extract, "_choice", lambda *a: Choice("store", "the test says so"))
         args = ["extract", tokenized, "--features.store", small / "store"]
         said = refused(capsys, *args)
         assert "a full disk" in said and "Free space" in said

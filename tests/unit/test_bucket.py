@@ -11,7 +11,7 @@ import torch
 import s3_servers
 from draftsmith import bucket, places
 from draftsmith.core import Damaged, UserError
-from draftsmith.features import StoreSource
+from draftsmith.features import StoreSource, epoch_plan
 from draftsmith.store.reader import StoreReader
 from s3_servers import BUCKET
 from stores import features, inputs, write_store
@@ -38,7 +38,7 @@ def test_a_store_on_s3_is_the_local_store(moto, monkeypatch, tmp_path, codec):
     for name in bucket.names():
         assert bucket.read(name) == (tmp_path / name).read_bytes()
     local, remote = (StoreSource(p, list(range(96, 101))) for p in (tmp_path, bucket))
-    rows = local.plan(tokens_per_batch=40, seed=0, epoch=0).rows
+    rows = epoch_plan(local.lengths, budget=40, seed=0, epoch=0).rows
     both = zip(local.batches(rows, pinned=False), remote.batches(rows, pinned=False), strict=True)
     for one, two in both:
         assert one.sample_ids == two.sample_ids and torch.equal(one.hidden, two.hidden)

@@ -8,7 +8,7 @@ from runs import contents, write_config
 
 from draftsmith import check_store, configfile, extract, manifest, pipeline, places
 from draftsmith.core import FaultFound, UserError
-from draftsmith.features import StoreSource
+from draftsmith.features import StoreSource, epoch_plan
 from draftsmith.store.reader import StoreReader
 from draftsmith.store.writer import ShardWriter, WriteThrough
 from stores import features, inputs, write_store
@@ -49,7 +49,7 @@ def test_what_fits_is_kept_and_read_and_no_byte_more(tmp_path, codec):
         room = limit - size_of(folder)
         assert room < 16 * 1024 + 2 * 40 * 3 * 16 * 2, "a few samples' room is left at most"
         source = StoreSource(reader, reader.sample_ids)
-        rows = source.plan(tokens_per_batch=64, seed=0, epoch=0).rows
+        rows = epoch_plan(source.lengths, budget=64, seed=0, epoch=0).rows
         assert sum(len(b.sample_ids) for b in source.batches(rows, pinned=False)) == len(stored[-1])
     assert len(stored[0]) > len(stored[1]) > len(stored[2]) > 0
 

@@ -13,10 +13,17 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config
 
 from draftsmith.drafter import loss as loss_module
-from draftsmith.drafter.blocks import draw_anchors, make_blocks, slot_weights, visibility
+from draftsmith.drafter.attention import (
+    TILE,
+    by_sample,
+    flex_mask,
+    visibility,
+    whole_tiles,
+)
+from draftsmith.drafter.blocks import Blocks, dpace_weights, draw_anchors, make_blocks, slot_weights
 from draftsmith.drafter.checkpoint import load_drafter, save_drafter
 from draftsmith.drafter.config import DrafterShape, zlab_config
-from draftsmith.drafter.loss import block_loss, leading_correct
+from draftsmith.drafter.loss import block_loss, linear_loss
 from draftsmith.drafter.model import ContextCache, DFlash
 from draftsmith.drafter.published import shape_from
 from draftsmith.files import new_folder
@@ -43,6 +50,22 @@ def drafter_for(its_shape: DrafterShape, seed=0) -> DFlash:
     return drafter.eval().requires_grad_(False).share(table, table)
 
 
+def forward(drafter: DFlash, blocks: Blocks, features, num_context=None):
+    """Of a row of whole samples; `num_context`: by FlexAttention over so many context tokens."""
+    B = drafter.shape.block_size
+
+    def mask(kind):
+        options = {"window": drafter.shape.window(kind), "causal": drafter.shape.is_causal(kind)}
+        if num_context is None:
+            return by_sample(blocks, B, **options)
+        return flex_mask(blocks, num_context, B, **options)
+
+    masks = {kind: mask(kind) for kind in set(drafter.shape.layer_types)}
+    noise, positions = drafter.embed(blocks.block_ids)[None], blocks.positions[None]
+    context = blocks.context_positions[None]
+    return drafter(noise, positions, features, context, masks, num_context=num_context)
+
+
 def zlab_twin(drafter: DFlash):
     dflash = pytest.importorskip("dflash.model")
     config = Qwen3Config(**zlab_config(drafter.shape, "float32"))
@@ -58,16 +81,13 @@ def test_training_forward_equals_the_dflash_package(kinds):
     drafter = drafter_for(shape(kinds))
     twin = zlab_twin(drafter)
     S, B = 23, 5
-    ids = torch.tensor([random_ids(S)])
+    ids = torch.tensor(random_ids(S))
     features = torch.randn(1, S, 2, 64)
     anchors = np.array([0, 3, 9, 10, 20])
-    blocks = make_blocks(ids, torch.ones_like(ids), [anchors], drafter.shape, slot_weights(B, 4.0))
-    context_positions = torch.arange(S)[None]
-    got = drafter(
-        drafter.embed(blocks.block_ids), blocks.positions, features, context_positions, blocks.masks
-    )
+    blocks = make_blocks(ids, torch.ones_like(ids), [S], [anchors], drafter.shape)
+    got = forward(drafter, blocks, features)
     for i, anchor in enumerate(anchors):
-        noise = drafter.embed(torch.tensor([[ids[0, anchor], *[5] * (B - 1)]]))
+        noise = drafter.embed(torch.tensor([[ids[anchor], *[5] * (B - 1)]]))
         want = twin(
             position_ids=torch.arange(anchor + B)[None],
             noise_embedding=noise,
@@ -104,66 +124,130 @@ def test_masks_cell_by_cell(data):
     window = data.draw(st.sampled_from([None, 1, 3, 8]))
     causal = data.draw(st.booleans())
     A = data.draw(st.integers(1, 4))
-    anchors = [sorted(data.draw(st.integers(0, S - 1)) for _ in range(A)) for _ in range(2)]
-    got = visibility(torch.tensor(anchors), S, B, window=window, causal=causal)
-    assert got.shape == (2, 1, A * B, S + A * B)
-    for b, starts in enumerate(anchors):
-        for q in range(A * B):
-            at = starts[q // B] + q % B
-            for k in range(S + A * B):
-                if k < S:
-                    want = k < starts[q // B] and (window is None or at - k < window)
-                else:
-                    same, back = (k - S) // B == q // B, q % B - (k - S) % B
-                    near = window is None or -window < back < window
-                    want = same and near and (back >= 0 or not causal)
-                assert bool(got[b, 0, q, k]) == want, (b, q, k)
+    starts = sorted(data.draw(st.integers(0, S - 1)) for _ in range(A))
+    got = visibility(torch.tensor(starts), S, B, window=window, causal=causal)
+    assert got.shape == (A * B, S + A * B)
+    for q in range(A * B):
+        at = starts[q // B] + q % B
+        for k in range(S + A * B):
+            if k < S:
+                want = k < starts[q // B] and (window is None or at - k < window)
+            else:
+                same, back = (k - S) // B == q // B, q % B - (k - S) % B
+                near = window is None or -window < back < window
+                want = same and near and (back >= 0 or not causal)
+            assert bool(got[q, k]) == want, (q, k)
 
 
-def test_nothing_moves_that_must_not():
-    """Features at and after the anchor, other samples, other blocks and padding change nothing; earlier ones do."""
-    drafter = drafter_for(shape())
-    ids = torch.tensor([random_ids(20), random_ids(20, 1)])
+LENGTHS = [50, 130, 77]
+
+
+def row_of(B: int, lengths=LENGTHS, limit=20, fill=False) -> tuple[torch.Tensor, Blocks]:
+    N = sum(lengths)
+    ids = torch.tensor(random_ids(N))
+    anchors = [
+        draw_anchors(np.ones(n, np.uint8), limit=limit, seed=0, epoch=0, sample_id=i)
+        for i, n in enumerate(lengths)
+    ]
+    count = whole_tiles(sum(map(len, anchors)), B) if fill else None
+    return ids, make_blocks(
+        ids, torch.ones(N, dtype=torch.uint8), lengths, anchors, shape(block=B), num_blocks=count
+    )
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [40, 900]])
+@pytest.mark.parametrize("window", [None, 7, 500])
+@pytest.mark.parametrize("B, causal", [(4, True), (10, True), (16, False)])
+def test_tiles_hold_what_the_dense_masks_show(B, causal, window, lengths):
+    N = -(-sum(lengths) // TILE) * TILE
+    _, blocks = row_of(B, lengths, limit=200, fill=True)
+    Q, options = len(blocks.block_ids), {"window": window, "causal": causal}
+    tiled = flex_mask(blocks, N, B, **options)
+    cells = tiled.mask_mod(*torch.zeros(2), torch.arange(Q)[:, None], torch.arange(N + Q)[None])
+    want = torch.zeros_like(cells)
+    dense = by_sample(blocks, B, **options)
+    for (first, last, begin, end), mask in zip(dense.spans, dense.masks, strict=True):
+        own = slice(begin * B, end * B)
+        want[own, first:last] = mask[:, : last - first]
+        want[own, N + begin * B : N + end * B] = mask[:, last - first :]
+    assert torch.equal(cells[: end * B], want[: end * B])
+    by_tile = cells.view(Q // TILE, TILE, -1, TILE)
+    listed = tiled.to_dense()[0, 0].bool()
+    assert (listed >= by_tile.any(3).any(1)).all(), "a tile with something to see is left out"
+    full = torch.zeros_like(listed)
+    for row, count in enumerate(tiled.full_kv_num_blocks[0, 0]):
+        full[row, tiled.full_kv_indices[0, 0, row, :count].long()] = True
+    assert (full <= by_tile.all(3).all(1)).all(), "a tile that is not all visible counts as such"
+    assert full.any() == (lengths != LENGTHS and window != 7)
+
+
+def test_flex_attention_gives_the_numbers_of_dense_masks():
+    """Forward; torch has no backward of it on CPUs: tests/e2e/test_gpu_train.py."""
+    drafter = drafter_for(shape(block=8, window=30))
+    features = torch.randn(1, sum(LENGTHS), 2, 64)
+    dense, tiled = (
+        forward(drafter, row_of(8, fill=n is not None)[1], features, n)[0, : 60 * 8]
+        for n in (None, 3 * TILE)
+    )
+    torch.testing.assert_close(tiled, dense, rtol=0, atol=2e-5 * float(dense.abs().max()))
+
+
+@pytest.mark.parametrize("num_context", [None, TILE])
+def test_nothing_moves_that_must_not(num_context):
+    """Features at and after the anchor, other samples and other blocks change nothing; earlier ones do."""
+    drafter, lengths = drafter_for(shape(block=4)), [20, 20]
+    ids = torch.tensor(random_ids(40))
     anchors = [np.array([6, 12]), np.array([4])]
-    features = torch.randn(2, 20, 2, 64)
+    features = torch.randn(1, 40, 2, 64)
 
-    def forward(ids, features):
-        blocks = make_blocks(
-            ids, torch.ones_like(ids), anchors, drafter.shape, slot_weights(5, 4.0)
-        )
-        positions = torch.arange(20).expand(2, -1)
-        return drafter(
-            drafter.embed(blocks.block_ids), blocks.positions, features, positions, blocks.masks
-        )
+    def hidden(ids, features):
+        count = None if num_context is None else whole_tiles(3, 4)
+        ones = torch.ones(40, dtype=torch.uint8)
+        blocks = make_blocks(ids, ones, lengths, anchors, drafter.shape, num_blocks=count)
+        return forward(drafter, blocks, features, num_context)[0, :12]
 
-    base = forward(ids, features)
-    for at in range(20):
+    base = hidden(ids, features)
+    for at in range(40):
         moved = features.clone()
         moved[0, at] += 3
-        change = (forward(ids, moved) - base).abs().amax(-1)
-        seen = [bool((change[0, :5] > 1e-4).any()), bool((change[0, 5:] > 1e-4).any())]
-        assert seen == [at < 6, at < 12], at
-        assert change[1].max() == 0
+        change = (hidden(ids, moved) - base).abs().amax(-1)
+        seen = [bool((change[b * 4 : b * 4 + 4] > 1e-4).any()) for b in range(3)]
+        assert seen == [at < 6, at < 12, 20 <= at < 24], at
+        assert [bool(change[b * 4 : b * 4 + 4].max() == 0) for b in range(3)] == [
+            not x for x in seen
+        ]
     other = ids.clone()
-    other[0, 12] = (other[0, 12] + 1) % VOCAB  # the second block's anchor token
-    change = (forward(other, features) - base).abs().amax(-1)
-    assert change[0, :5].max() == 0 and change[0, 5:].max() > 1e-3
+    other[12] = (other[12] + 1) % VOCAB  # the second block's anchor token
+    change = (hidden(other, features) - base).abs().amax(-1)
+    assert change[:4].max() == change[8:].max() == 0 and change[4:8].max() > 1e-3
 
 
 def test_labels_stop_at_unsupervised_tokens_and_at_the_end():
     its_shape = shape(block=4)
-    ids = torch.tensor([[10, 11, 12, 13, 14, 15, 16, 17, 0, 0]])
-    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 0, 0]])
-    blocks = make_blocks(ids, mask, [np.array([2, 3, 6])], its_shape, slot_weights(4, 4.0))
-    assert blocks.valid.view(3, 4).tolist() == [
+    ids = torch.tensor([10, 11, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23])
+    mask = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1])
+    anchors = [np.array([2, 3, 6]), np.array([0])]
+    blocks = make_blocks(ids, mask, [8, 4], anchors, its_shape, num_blocks=5)
+    assert blocks.valid.view(5, 4).tolist() == [
         [False, True, True, False],  # 13, 14, then 15 is not supervised
         [False, True, False, False],  # 14; 16 and 17 come after a gap
-        [False, True, False, False],  # 17, then padding
+        [False, True, False, False],  # 17, then another sample
+        [False, True, True, True],
+        [False] * 4,  # fills up
     ]
-    assert blocks.labels.view(3, 4)[0].tolist()[1:3] == [13, 14]
-    assert blocks.block_ids.view(3, 4).tolist() == [[12, 5, 5, 5], [13, 5, 5, 5], [16, 5, 5, 5]]
+    assert blocks.labels.view(5, 4)[0].tolist()[1:3] == [13, 14]
+    assert blocks.block_ids.view(5, 4).tolist()[:4] == [
+        [12, 5, 5, 5], [13, 5, 5, 5], [16, 5, 5, 5], [20, 5, 5, 5]
+    ]  # fmt: skip
+    assert blocks.positions.view(5, 4)[2:4].tolist() == [[6, 7, 8, 9], [0, 1, 2, 3]]
+    assert blocks.spans == [(0, 8, 0, 3), (8, 12, 3, 4)]
+    assert blocks.context_positions.tolist() == [*range(8), *range(4)]
+    assert blocks.labelled.tolist() == [1, 2, 5, 9, 13, 14, 15]
+    targets = torch.arange(100, 112)
+    blocks = make_blocks(ids, mask, [8, 4], anchors, its_shape, argmax_N=targets)
+    assert blocks.labels.view(4, 4)[0].tolist()[1:3] == [102, 103], "after the token before"
     want = torch.exp(-torch.tensor([0.0, 1.0]) / 4)
-    torch.testing.assert_close(blocks.weights.view(3, 4)[0, 1:3], want)
+    torch.testing.assert_close(slot_weights(4, 4.0)[1:3], want)
     assert slot_weights(16, "auto")[2] == pytest.approx(np.exp(-1 / 7))
     assert slot_weights(8, "auto")[2] == pytest.approx(np.exp(-1 / 4))
 
@@ -184,31 +268,75 @@ def test_anchors_are_fixed_by_seed_epoch_and_sample():
 def test_loss_equals_the_formula_in_one_chunk_and_in_many(chunk_logits, monkeypatch):
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk_logits)
     drafter = drafter_for(shape(block=4))
-    ids = torch.tensor([random_ids(12), random_ids(12, 1)])
-    blocks = make_blocks(
-        ids,
-        torch.ones_like(ids),
-        [np.array([1, 9, 10]), np.array([3])],
-        drafter.shape,
-        slot_weights(4, 4.0),
-    )
-    hidden = torch.randn(2, 12, 64, requires_grad=True)
-    loss = block_loss(drafter, hidden, blocks)
-    want, correct = torch.zeros(()), torch.zeros(2, 3, 4, dtype=torch.bool)
-    for b, anchors in enumerate([[1, 9, 10], [3]]):
-        for a, p in enumerate(anchors):
-            for k in range(1, 4):
-                if p + k < 12:
-                    logits = drafter.logits(hidden[b, a * 4 + k])
-                    want = want + np.exp(-(k - 1) / 4) * F.cross_entropy(logits, ids[b, p + k])
-                    correct[b, a, k] = logits.argmax() == ids[b, p + k]
+    ids = torch.tensor([*random_ids(12), *random_ids(12, 1)])
+    anchors = [np.array([1, 9, 10]), np.array([3])]
+    blocks = make_blocks(ids, torch.ones_like(ids), [12, 12], anchors, drafter.shape)
+    hidden = torch.randn(16, 64, requires_grad=True)
+    loss = block_loss(drafter, hidden, blocks, slot_weights(4, 4.0))
+    want, weight = torch.zeros(()), 0.0
+    correct = torch.zeros(4, 4, dtype=torch.bool)
+    for a, (p, end) in enumerate([(1, 12), (9, 12), (10, 12), (15, 24)]):
+        for k in range(1, 4):
+            if p + k < end:
+                logits = drafter.logits(hidden[a * 4 + k])
+                want = want + np.exp(-(k - 1) / 4) * F.cross_entropy(logits, ids[p + k])
+                weight += np.exp(-(k - 1) / 4)
+                correct[a, k] = logits.argmax() == ids[p + k]
     torch.testing.assert_close(loss.weighted_sum, want)
+    assert loss.weight_sum.item() == pytest.approx(weight)
     assert torch.equal(loss.correct, correct)
     grads = [
         torch.autograd.grad(x, hidden, retain_graph=True)[0] for x in (loss.weighted_sum, want)
     ]
     torch.testing.assert_close(*grads)
-    assert leading_correct(torch.tensor([[[0, 1, 1, 0], [1, 0, 1, 1]]])).tolist() == [[2, 0]]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("name", ["ce", "kl", "tv"])
+def test_losses_and_their_gradients_are_those_of_plain_torch(name, softcap):
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 16, dtype=torch.float64, requires_grad=True)
+    teacher, head = torch.randn(7, 16, dtype=torch.float64), torch.randn(50, 16).double()
+    labels = torch.randint(50, (7,))
+
+    def probabilities(states):
+        logits = states @ head.T
+        return (softcap * torch.tanh(logits / softcap) if softcap else logits).softmax(-1)
+
+    q, p = probabilities(hidden), probabilities(teacher)
+    plain = {
+        "ce": -q.log().gather(1, labels[:, None])[:, 0],
+        "kl": (p * (p / q).log()).sum(-1),
+        "tv": 0.5 * (p - q).abs().sum(-1),
+    }[name]
+    got, probability, hit = linear_loss(
+        hidden, head, labels, name=name, teacher_MH=teacher, softcap=softcap
+    )
+    assert torch.equal(hit, q.argmax(-1) == labels)
+    torch.testing.assert_close(got.double(), plain, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(probability.double(), q[torch.arange(7), labels], atol=1e-6, rtol=0)
+    weights = torch.linspace(-1, 2, 7).double()
+    want, mine = (torch.autograd.grad((x * weights).sum(), hidden)[0] for x in (plain, got))
+    torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-6)
+
+
+def test_tv_is_one_less_the_acceptance_of_sampled_drafts():
+    """sum min(p, q) = the probability that speculative sampling keeps a draft drawn from q."""
+    torch.manual_seed(1)
+    head, hidden, teacher = torch.randn(9, 4), torch.randn(3, 4), torch.randn(3, 4)
+    tv, _, _ = linear_loss(
+        hidden, head, torch.zeros(3, dtype=torch.long), name="tv", teacher_MH=teacher
+    )
+    p, q = ((x @ head.T).softmax(-1) for x in (teacher, hidden))
+    torch.testing.assert_close(1 - tv, torch.minimum(p, q).sum(-1))
+
+
+def test_dpace_weighs_a_slot_by_what_depends_on_it():
+    q = torch.tensor([[0.9, 0.5, 0.2, 0.7]])
+    valid = torch.tensor([[False, True, True, False]])
+    c1, c2 = 0.5 * 0.5 + 0.5, 0.5 * 0.2 + 0.5
+    want = torch.tensor([[0.0, c1 + c1 * c2, c1 * c2, 0.0]])
+    torch.testing.assert_close(dpace_weights(q, valid), want)
 
 
 def test_checkpoint_has_zlabs_layout_and_drafts_the_same_tokens(tmp_path):

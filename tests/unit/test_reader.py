@@ -5,8 +5,10 @@ import gc
 import pytest
 import torch
 
-from draftsmith.features import AHEAD, THREADS, StoreSource
+from draftsmith.features import AHEAD, THREADS, StoreSource, epoch_plan
+from draftsmith.ranks import Ranks
 from draftsmith.store.buffers import Buffers
+from draftsmith.train.schedule import Step, rows_of
 from stores import features, inputs, write_store
 
 
@@ -54,35 +56,27 @@ def source(tmp_path):
 
 
 def test_batches_that_are_kept_stay_what_they_were(source):
-    rows = source.plan(tokens_per_batch=16, seed=0, epoch=0).rows * 4
+    rows = epoch_plan(source.lengths, budget=16, seed=0, epoch=0).rows * 4
     kept = list(source.batches(rows, pinned=False))
     for row, batch in zip(rows, kept, strict=True):
         assert torch.equal(batch.hidden, source.batch(row).hidden)
 
 
 def test_memory_is_used_again(source):
-    rows = source.plan(tokens_per_batch=16, seed=0, epoch=0).rows * 10
+    rows = epoch_plan(source.lengths, budget=16, seed=0, epoch=0).rows * 10
     seen = {batch.hidden.data_ptr() for batch in source.batches(rows, pinned=False)}
     assert len(rows) > 2 * len(seen) and len(seen) <= AHEAD + THREADS + 2
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_ranks_share_an_epoch_and_go_on_from_a_position_on_another_number_of_them(
-    source, num_ranks
-):
-    rows = source.plan(tokens_per_batch=16, seed=3, epoch=1).rows
-    whole = [batch.sample_ids for batch in source.batches(rows, pinned=False)]
-    assert sorted(sum(whole, [])) == source.sample_ids
-    begin = 2
-    shares = [
-        [
-            batch.sample_ids
-            for batch in source.batches(
-                rows, pinned=False, begin=begin, rank=rank, num_ranks=num_ranks
-            )
-        ]
-        for rank in range(num_ranks)
-    ]
-    merged = [shares[i % num_ranks][i // num_ranks] for i in range(len(rows) - begin)]
-    assert merged == whole[begin:]
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_ranks_share_every_step_and_wait_for_each_other(source, count):
+    rows = epoch_plan(source.lengths, budget=16, seed=3, epoch=1).rows
+    steps = [Step(1, rows[:3]), Step(1, rows[3:])]
+    for step in steps:
+        shares = [rows_of(step, Ranks(rank, count)) for rank in range(count)]
+        merged = [shares[k % count][k // count] for k in range(len(step.rows))]
+        assert merged == step.rows, "in the order that one rank has"
+        assert len({len(share) for share in shares}) == 1, "as many rounds for all"
+        assert sum(map(len, shares)) - shares.count([]) >= len(step.rows)
+    read = [batch.sample_ids for batch in source.batches(rows, pinned=False)]
+    assert sorted(sum(read, [])) == source.sample_ids

@@ -16,7 +16,8 @@ from draftsmith.cli import main
 from draftsmith.config import TargetConfig
 from draftsmith.core import UserError
 from draftsmith.decode.session import TargetSession
-from draftsmith.drafter.blocks import make_blocks, slot_weights
+from draftsmith.drafter.attention import by_sample
+from draftsmith.drafter.blocks import make_blocks
 from draftsmith.drafter.checkpoint import load_drafter, read_shape
 from draftsmith.drafter.config import DrafterShape
 from draftsmith.drafter.model import ContextCache, DFlash
@@ -74,20 +75,20 @@ def in_training(drafter: DFlash, package, name: str, given: Tensor, first=None) 
     """The training forward's hidden states [anchors, B, H]; `first`: the first context token that a
     sliding layer's slots see at each anchor, in place of our own window.
     """
-    ids, anchors = package[f"{name}.input_ids"][None], package["anchors"]
-    B = drafter.shape.block_size
-    loss_mask = torch.ones_like(ids)
-    blocks = make_blocks(ids, loss_mask, [anchors.numpy()], drafter.shape, slot_weights(B, 4.0))
+    ids, anchors, shape = package[f"{name}.input_ids"], package["anchors"], drafter.shape
+    B, S = shape.block_size, len(package[f"{name}.input_ids"])
+    blocks = make_blocks(ids, torch.ones_like(ids), [S], [anchors.numpy()], shape)
+    masks = {
+        kind: by_sample(blocks, B, window=shape.window(kind), causal=shape.is_causal(kind))
+        for kind in set(shape.layer_types)
+    }
     if first is not None:
-        S = ids.shape[1]
-        mask = blocks.masks["sliding_attention"].clone()
+        (mask,) = masks["sliding_attention"].masks
         seen = torch.arange(S) < anchors[:, None]
         seen &= torch.arange(S) >= first[:, None]
-        mask[0, 0, :, :S] = seen.repeat_interleave(B, 0)
-        blocks.masks["sliding_attention"] = mask
-    positions = torch.arange(ids.shape[1])[None]
-    noise = drafter.embed(blocks.block_ids)
-    hidden = drafter(noise, blocks.positions, given[None], positions, blocks.masks)
+        mask[:, :S] = seen.repeat_interleave(B, 0)
+    noise, positions = drafter.embed(blocks.block_ids)[None], blocks.positions[None]
+    hidden = drafter(noise, positions, given[None], blocks.context_positions[None], masks)
     return hidden[0].view(len(anchors), B, -1)
 
 

@@ -6,11 +6,19 @@ import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.config import FeaturesConfig
+from draftsmith.config import FeaturesConfig, TargetConfig
 from draftsmith.core import Sample, UserError
 from draftsmith.extract.plan import plan_shards
 from draftsmith.target.forward import RowStates, StatesForward
-from draftsmith.target.load import eos_ids, inspect_target, load_target, text_decoder
+from draftsmith.target.load import (
+    eos_ids,
+    final_norm,
+    inspect_target,
+    load_outside,
+    load_target,
+    text_decoder,
+    unembed,
+)
 from draftsmith.target.rows import plan_rows
 from draftsmith.target.taps import auto_taps, resolve_taps
 from tiny_models import CONFIGS, build, random_ids
@@ -99,7 +107,6 @@ def test_zero_and_nan_states_stop_and_are_named():
 
 
 def test_a_vlm_checkpoint_loads_as_its_text_model_bit_for_bit(tmp_path):
-    from draftsmith.config import TargetConfig
     from tiny_models import BASE, GDN
 
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5,
@@ -123,7 +130,6 @@ def test_a_vlm_checkpoint_loads_as_its_text_model_bit_for_bit(tmp_path):
 
 
 def test_every_end_token_ends_an_answer():
-    from draftsmith.config import TargetConfig
     from draftsmith.target.load import load_tokenizer
     from tiny_models import assets
 
@@ -131,3 +137,15 @@ def test_every_end_token_ends_an_answer():
     tokenizer = load_tokenizer(target)
     names = tokenizer.convert_ids_to_tokens(eos_ids(tokenizer, target))
     assert set(names) == {"<|im_end|>", "<|endoftext|>"}
+
+
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_what_the_drafter_borrows_is_read_without_the_other_layers(family, tmp_path):
+    build(family).save_pretrained(tmp_path)
+    target = TargetConfig(model=str(tmp_path), dtype="float32", device="cpu")
+    whole, outside = load_target(target), load_outside(target)
+    assert len(text_decoder(outside).layers) == 1 < len(text_decoder(whole).layers)
+    for one, two in zip(unembed(whole), unembed(outside), strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(two))
+    norms = [final_norm(model).state_dict() for model in (whole, outside)]
+    assert norms[0] and all(torch.equal(norms[0][name], norms[1][name]) for name in norms[0])

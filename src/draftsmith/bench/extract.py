@@ -12,7 +12,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from draftsmith import places
+from draftsmith.bench.clock import time_of, wait_for, where_time_goes
 from draftsmith.bench.models import BUILT_IN, config_of, random_target
 from draftsmith.config import Codec
 from draftsmith.core import Sample, UserError
@@ -39,14 +39,6 @@ from draftsmith.target.selftest import self_test
 from draftsmith.target.taps import auto_taps
 
 REPEATS = 5
-KINDS = {  # kernels by what their names say
-    "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "matmul", "splitkreduce"),
-    "attention": ("flash", "fmha", "attention"),
-    "recurrence": ("chunk_", "delta", "solve_tril", "recompute_w", "cumsum", "l2norm"),
-    "convolution": ("conv",),
-    "copies": ("memcpy", "memset", "copy_kernel", "direct_copy"),
-    "compiled": ("triton_",),
-}
 
 
 def run(
@@ -75,7 +67,7 @@ def run(
     packed = _packed(rows, config.model_type, device)
     begun = time.monotonic()
     target = random_target(config, device, dtype)
-    _wait(device)
+    wait_for(device)
     built_s = time.monotonic() - begun
     layers = config.num_hidden_layers
     taps = taps or (BUILT_IN[model][0] if model in BUILT_IN else auto_taps(layers, 5))
@@ -92,14 +84,14 @@ def run(
     products = _products(forward, planned[0])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    ceilings, _ = [_time(products, device) for _ in range(2)], _wait(device)
+    ceilings, _ = [time_of(products, device) for _ in range(2)], wait_for(device)
     token_bytes = len(taps) * config.hidden_size * dtype.itemsize
     shards = plan_shards(plan, [len(s.input_ids) for s in samples], token_bytes, shard_bytes)
     whole, waited = _write(forward, samples, shards, codec, folder)
     row_s = []
     for _ in range(REPEATS):
-        row_s.append(_time(lambda: forward(planned[0]), device))
-        ceilings.append(_time(products, device))
+        row_s.append(time_of(lambda: forward(planned[0]), device))
+        ceilings.append(time_of(products, device))
     real = plan.num_tokens
     row_real = sum(len(s.input_ids) for s in planned[0])
     result: dict[str, Any] = {
@@ -227,19 +219,6 @@ def _products(forward: StatesForward, row: list[Sample]) -> Callable[[], None]:
     return replay
 
 
-def _time(work: Callable[[], Any], device: torch.device) -> float:
-    _wait(device)
-    begun = time.monotonic()
-    work()
-    _wait(device)
-    return time.monotonic() - begun
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def _profile(forward: StatesForward, rows: list[list[Sample]]) -> dict[str, Any]:
     """Where the GPU's time goes, and the share of it that it has nothing to do while rows follow
     each other.
@@ -252,38 +231,7 @@ def _profile(forward: StatesForward, rows: list[list[Sample]]) -> dict[str, Any]
         for states in underway:
             states.features()
         torch.cuda.synchronize()
-    kernels = [e for e in seen.events() or [] if str(e.device_type).endswith("CUDA")]
-    times: dict[str, float] = defaultdict(float)
-    names: dict[str, float] = defaultdict(float)
-    spans = []
-    for event in kernels:
-        span = (event.time_range.start, event.time_range.end)
-        if "memcpy dtoh" in event.name.lower():
-            times["copies to the CPU (beside the rest)"] += span[1] - span[0]
-            continue
-        spans.append(span)
-        times[_kind(event.name)] += span[1] - span[0]
-        names[event.name[:80]] += span[1] - span[0]
-    spans.sort()
-    busy, end = 0.0, spans[0][0]
-    for begin, until in spans:
-        busy += max(0.0, until - max(begin, end))
-        end = max(end, until)
-    total = sum(times.values())
-    largest = sorted(names.items(), key=lambda item: -item[1])[:25]
-    return {
-        "gpu_idle_share": 1 - busy / (end - spans[0][0]),
-        "by_kind": {k: v / total for k, v in sorted(times.items(), key=lambda kv: -kv[1])},
-        "largest_kernels": {name: t / total for name, t in largest},
-    }
-
-
-def _kind(name: str) -> str:
-    low = name.lower()
-    for kind, words in KINDS.items():
-        if any(word in low for word in words):
-            return kind
-    return "other elementwise"
+    return where_time_goes(seen)
 
 
 def _table(result: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from draftsmith import files, places
 from draftsmith import manifest as manifests
 from draftsmith.config import Codec
 from draftsmith.core import Sample, UserError
-from draftsmith.features import THREADS, StoreSource
+from draftsmith.features import THREADS, StoreSource, epoch_plan
 from draftsmith.places import Place
 from draftsmith.plan import rates as rates_file
 from draftsmith.store import index, shards
@@ -172,7 +172,7 @@ def _codec(
     stored = sum(path.stat().st_size for path in (folder / codec).iterdir())
     drop_cache(folder / codec)
     features = StoreSource(place, [s.sample.sample_id for s in samples])
-    rows = features.plan(tokens_per_batch=4096, seed=0, epoch=0).rows
+    rows = epoch_plan(features.lengths, budget=4096, seed=0, epoch=0).rows
     read = _seconds(lambda: [b.num_tokens for b in features.batches(rows, pinned=False)])
     shutil.rmtree(folder / codec)
     return {

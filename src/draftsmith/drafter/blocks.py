@@ -1,12 +1,12 @@
-"""Anchors, labels, weights and masks: which blocks of a sample are trained on, and what each slot
-may see.
+"""Anchors, labels and weights: which blocks of a row are trained on, and what each slot should say.
 
-Shapes: b samples (right-padded to S tokens), A anchors a sample, B block size, Q = A * B block
-positions. Rules (arXiv:2602.06036 4.2, and what the servers do): context strictly before the
-anchor; no attention across blocks; full layers are bidirectional inside the block; sliding layers
-are causal there and see k when q - k < window.
+Shapes: N tokens of a row (whole samples end to end), A anchors, B block size, Q = A * B block
+positions. Made on the CPU from token ids alone, so that a GPU never waits for a count.
+Rules (arXiv:2602.06036 4.2): an anchor's token and the next one are supervised; a block's labels end
+at the first unsupervised token and at its sample's end.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,77 +40,93 @@ def slot_weights(block_size: int, gamma: float | str) -> Tensor:
     return weights
 
 
+def dpace_weights(probability_AB: Tensor, valid_AB: Tensor, alpha: float = 0.5) -> Tensor:
+    """[A, B]: w_j = sum over m >= j of prod over i <= m of ((1 - alpha) q_i + alpha), where q_i is
+    the drafter's probability of slot i's label (D-PACE, arXiv:2605.18810): a slot matters as much as
+    the slots before it are likely to be accepted and the slots behind it depend on it.
+    """
+    kept = torch.where(valid_AB, (1 - alpha) * probability_AB + alpha, 0.0)
+    reached = torch.zeros_like(kept)
+    reached[:, 1:] = kept[:, 1:].cumprod(-1)
+    return reached.flip(-1).cumsum(-1).flip(-1) * valid_AB
+
+
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a micro-batch. Slots without a label weigh 0."""
+    """The blocks of a row. Slots without a label are not valid. Blocks that only fill up (see
+    make_blocks) begin and stand at token 0 and see nothing but themselves; a row without anchors has
+    one, so that gradients of every weight exist, if only zeros: ranks wait for them.
+    """
 
-    block_ids: Tensor  # [b, Q]: the anchor's token, then mask tokens
-    positions: Tensor  # [b, Q]
-    labels: Tensor  # [b, Q]
-    weights: Tensor  # [b, Q] fp32
-    valid: Tensor  # [b, Q] bool: the slot has a label
-    masks: dict[str, Tensor | None]  # per layer type [b, 1, Q, S + Q]
+    block_ids: Tensor  # [Q]: the anchor's token, then mask tokens
+    positions: Tensor  # [Q], in the block's sample
+    labels: Tensor  # [Q]
+    valid: Tensor  # [Q] bool: the slot has a label
+    anchors: Tensor  # [A], in the row
+    begins: Tensor  # [A]: the first token of the anchor's sample, in the row
+    context_positions: Tensor  # [N], each token's in its sample
+    spans: list[tuple[int, int, int, int]]
+    """Of each sample that has blocks: its tokens [first, last) and its blocks [first, last)."""
+    labelled: Tensor  # [M]: indices of the valid slots
+
+    def to(self, device: torch.device) -> "Blocks":
+        """On the device, without waiting."""
+        moved = {
+            name: value.pin_memory().to(device, non_blocking=True)
+            if device.type == "cuda"
+            else value
+            for name, value in vars(self).items()
+            if torch.is_tensor(value)
+        }
+        return Blocks(**moved, spans=self.spans)
 
 
 def make_blocks(
-    input_ids_bS: Tensor,
-    loss_mask_bS: Tensor,
-    anchors: list[np.ndarray],
+    input_ids_N: Tensor,
+    loss_mask_N: Tensor,
+    lengths: Sequence[int],
+    anchors: Sequence[np.ndarray],
     shape: DrafterShape,
-    weights_B: Tensor,
+    *,
+    argmax_N: Tensor | None = None,
+    num_blocks: int | None = None,
 ) -> Blocks:
-    """Blocks at these anchors. Labels stop at the first unsupervised token after the anchor and at
-    the sample's end.
+    """Blocks at these anchors of each sample, in order. Labels are the text's own tokens, or with
+    `argmax_N` what the target finds most probable after the token before. `num_blocks`: fill up to
+    so many.
     """
-    device, (b, S), B = input_ids_bS.device, input_ids_bS.shape, shape.block_size
-    A = max(1, max(len(a) for a in anchors))
-    padded = np.full((b, A), -1)
-    for row, a in enumerate(anchors):
-        padded[row, : len(a)] = a
-    anchor_bA = torch.from_numpy(padded).to(device)
-    real_bA = anchor_bA >= 0
-    start_bA = anchor_bA.clamp_min(0)
-    slots = torch.arange(B, device=device)
-    at_bAB = start_bA[..., None] + slots
-    inside = at_bAB < S
-    flat = at_bAB.clamp_max(S - 1).flatten(1)
-    labels = input_ids_bS.gather(1, flat).view(b, A, B)
-    supervised = loss_mask_bS.bool().gather(1, flat).view(b, A, B) & inside & real_bA[..., None]
-    valid = supervised.cumprod(-1).bool() & (slots > 0)
-    ids = torch.full_like(labels, shape.mask_token_id)
-    ids[..., 0] = labels[..., 0]
-    return Blocks(
-        block_ids=ids.flatten(1),
-        positions=at_bAB.flatten(1),
-        labels=labels.flatten(1),
-        weights=(valid * weights_B.to(device)).flatten(1),
-        valid=valid.flatten(1),
-        masks={
-            kind: visibility(
-                start_bA, S, B, window=shape.window(kind), causal=shape.is_causal(kind)
-            )
-            for kind in set(shape.layer_types)
-        },
-    )
-
-
-def visibility(anchor_bA: Tensor, S: int, B: int, *, window: int | None, causal: bool) -> Tensor:
-    """[b, 1, A*B, S + A*B] bool, True = visible. `window` None: a full layer; `causal`: inside the
-    block.
-    """
-    b, A = anchor_bA.shape
-    device = anchor_bA.device
-    query_pos = (anchor_bA[..., None] + torch.arange(B, device=device)).flatten(1)
-    anchor_of_query = anchor_bA.repeat_interleave(B, dim=1)
-    context = torch.arange(S, device=device)
-    sees_context = context < anchor_of_query[..., None]
-    block = torch.arange(A * B, device=device) // B
-    slot = torch.arange(A * B, device=device) % B
-    sees_block = (block[:, None] == block[None]).expand(b, -1, -1)
-    gap = slot[:, None] - slot[None]
-    if causal:
-        sees_block = sees_block & (gap >= 0)
-    if window is not None:
-        sees_context = sees_context & (query_pos[..., None] - context < window)
-        sees_block = sees_block & (gap.abs() < window)
-    return torch.cat([sees_context, sees_block], dim=-1)[:, None]
+    B, starts = shape.block_size, np.concatenate([[0], np.cumsum(lengths)])
+    ids, N = input_ids_N.numpy(), len(input_ids_N)
+    counts = [len(a) for a in anchors]
+    A, real = num_blocks or max(1, sum(counts)), sum(counts)
+    assert real <= A, f"{real} anchors in {A} blocks"
+    begins, ends, anchor = (np.zeros(A, np.int64) for _ in range(3))
+    begins[:real] = np.repeat(starts[:-1], counts)
+    ends[:real] = np.repeat(starts[1:], counts)
+    anchor[:real] = begins[:real] + np.concatenate([np.zeros(0, np.int64), *anchors])
+    slots = np.arange(B)
+    at_AB = anchor[:, None] + slots
+    inside = at_AB < ends[:, None]
+    at = np.minimum(at_AB, N - 1)
+    supervised = loss_mask_N.numpy()[at].astype(bool) & inside
+    valid = np.logical_and.accumulate(supervised, axis=1) & (slots > 0)
+    labels = ids[at] if argmax_N is None else argmax_N.numpy()[np.maximum(at - 1, 0)]
+    block_ids = np.full((A, B), shape.mask_token_id, np.int64)
+    block_ids[:, 0] = ids[anchor]
+    edges = np.concatenate([[0], np.cumsum(counts)])
+    spans = [
+        (int(starts[i]), int(starts[i + 1]), int(edges[i]), int(edges[i + 1]))
+        for i in range(len(counts))
+        if counts[i]
+    ] or [(0, int(starts[1]), 0, 1)]
+    tensors = {
+        "block_ids": block_ids.ravel(),
+        "positions": (at_AB - begins[:, None]).ravel(),
+        "labels": labels.astype(np.int64).ravel(),
+        "valid": valid.ravel(),
+        "anchors": anchor,
+        "begins": begins,
+        "context_positions": np.arange(N) - np.repeat(starts[:-1], lengths),
+        "labelled": np.flatnonzero(valid),
+    }
+    return Blocks(**{name: torch.from_numpy(x) for name, x in tensors.items()}, spans=spans)

@@ -21,15 +21,21 @@ def save_drafter(folder: Path, drafter: DFlash, dtype: torch.dtype) -> None:
     """Write config.json and model.safetensors into an existing folder (use files.new_folder to make
     it appear whole).
     """
+    save_tensors(folder, drafter.state_dict(), drafter.shape, dtype)
+
+
+def save_tensors(
+    folder: Path, state: dict[str, Tensor], shape: DrafterShape, dtype: torch.dtype
+) -> None:
+    """The same of a state dict."""
     tensors = {
-        name: tensor.detach().to("cpu", dtype).contiguous()
-        for name, tensor in drafter.state_dict().items()
+        name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()
     }
-    assert len(tensors) == 11 * drafter.shape.num_layers + 3, (
+    assert len(tensors) == 11 * shape.num_layers + 3, (
         "z-lab's layout has 11 tensors a layer and 3 more"
     )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = zlab_config(drafter.shape, str(dtype).removeprefix("torch."))
+    config = zlab_config(shape, str(dtype).removeprefix("torch."))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -1,7 +1,7 @@
 """The DFlash drafter, z-lab's network name for name (arXiv:2602.06036; z-lab/dflash
 dflash/model.py).
 
-Shapes: b batch, Q block positions of all blocks, S context tokens, H hidden, n heads, m KV heads, d
+Shapes: b batch, Q block positions of all blocks, N context tokens, H hidden, n heads, m KV heads, d
 head dim, V vocab. The target's features are fused once, hidden_norm(fc(.)), and give every layer
 keys and values through the same k_proj and v_proj as the block's own tokens, but without
 input_layernorm. Norms are plain (weight 1 is identity); RoPE turns the whole head at absolute
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from draftsmith.drafter.attention import KV, Mask, attend
 from draftsmith.drafter.config import DrafterShape
 
 
@@ -27,9 +29,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * (
-            wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        ).to(x.dtype)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight.to(x.dtype) * normed.to(x.dtype)  # master weights may be wider than x
 
 
 def rotate(x_bnTd: Tensor, cos_bTd: Tensor, sin_bTd: Tensor) -> Tensor:
@@ -66,18 +67,14 @@ class Attention(nn.Module):
         self,
         x_bQH: Tensor,
         rope: tuple[Tensor, Tensor],
-        context: tuple[Tensor, Tensor],
-        mask: Tensor | None,
+        context: KV,
+        mask: Mask,
     ) -> Tensor:
         q = rotate(
             self.q_norm(self.q_proj(x_bQH).unflatten(-1, (-1, self.head_dim))).transpose(1, 2),
             *rope,
         )
-        k, v = (
-            torch.cat(pair, dim=2)
-            for pair in zip(context, self.keys_values(x_bQH, rope), strict=True)
-        )
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        out = attend(q, context, self.keys_values(x_bQH, rope), mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -110,9 +107,17 @@ class Layer(nn.Module):
         self,
         x_bQH: Tensor,
         rope: tuple[Tensor, Tensor],
-        context: tuple[Tensor, Tensor],
-        mask: Tensor | None,
+        context_bNH: Tensor,
+        context_rope: tuple[Tensor, Tensor],
+        mask: Mask,
     ) -> Tensor:
+        """Training: the context's keys and values are made here, where the layer's weights are whole
+        and its compiled code begins.
+        """
+        return self.step(x_bQH, rope, self.self_attn.keys_values(context_bNH, context_rope), mask)
+
+    def step(self, x_bQH: Tensor, rope: tuple[Tensor, Tensor], context: KV, mask: Mask) -> Tensor:
+        """The same with the context's keys and values at hand."""
         x_bQH = x_bQH + self.self_attn(self.input_layernorm(x_bQH), rope, context, mask)
         return x_bQH + self.mlp(self.post_attention_layernorm(x_bQH))
 
@@ -134,6 +139,8 @@ class DFlash(nn.Module):
         self.fc = nn.Linear(len(shape.taps) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.recompute = False
+        """Make the layers' activations again in the backward pass."""
         self._frozen: tuple[Tensor, Tensor, float] | None = None
 
     def init_weights(self, seed: int) -> "DFlash":
@@ -145,18 +152,23 @@ class DFlash(nn.Module):
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
         return self
 
-    def share(self, embedding_VH: Tensor, lm_head_VH: Tensor, softcap: float = 0.0) -> "DFlash":
-        """Borrow the target's embedding and lm_head. They are neither trained nor saved."""
+    def share(
+        self,
+        embedding_VH: Tensor,
+        lm_head_VH: Tensor,
+        softcap: float = 0.0,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> "DFlash":
+        """Borrow the target's embedding and lm_head, in the drafter's dtype or in `dtype`. They are
+        neither trained nor saved.
+        """
         assert embedding_VH.shape[-1] == self.shape.hidden_size, (
             "drafter and target have the same hidden size"
         )
-        like = self.fc.weight
-        embedding = embedding_VH.detach().to(like.device, like.dtype)
-        head = (
-            embedding
-            if lm_head_VH is embedding_VH
-            else lm_head_VH.detach().to(like.device, like.dtype)
-        )
+        place = (self.fc.weight.device, dtype or self.fc.weight.dtype)
+        embedding = embedding_VH.detach().to(*place)
+        head = embedding if lm_head_VH is embedding_VH else lm_head_VH.detach().to(*place)
         self._frozen = (embedding, head, softcap)
         return self
 
@@ -194,20 +206,26 @@ class DFlash(nn.Module):
         self,
         noise_bQH: Tensor,
         positions_bQ: Tensor,
-        features_bSKH: Tensor,
-        context_positions_bS: Tensor,
-        masks: dict[str, Tensor | None],
+        features_bNKH: Tensor,
+        context_positions_bN: Tensor,
+        masks: dict[str, Mask],
+        *,
+        num_context: int | None = None,
     ) -> Tensor:
-        """Training: hidden [b, Q, H] of all blocks at once. `masks` per layer type: [b, 1, Q, S +
-        Q], True = visible.
+        """Training: hidden [b, Q, H] of all blocks at once. `masks` per layer type. `num_context`: fill
+        the context up to so many tokens, so that the layers see one shape.
         """
-        context = self.fuse(features_bSKH)
+        fill = 0 if num_context is None else num_context - features_bNKH.shape[1]
+        context = F.pad(self.fuse(features_bNKH), (0, 0, 0, fill)).to(noise_bQH.dtype)
+        context_positions = F.pad(context_positions_bN, (0, fill))
         rope, context_rope = (
-            self.rope(p, noise_bQH.dtype) for p in (positions_bQ, context_positions_bS)
+            self.rope(p, noise_bQH.dtype) for p in (positions_bQ, context_positions)
         )
         x = noise_bQH
         for layer, kind in zip(self.layers, self.shape.layer_types, strict=True):
-            x = layer(x, rope, layer.self_attn.keys_values(context, context_rope), masks[kind])
+            args = (x, rope, context, context_rope, masks[kind])
+            again = self.recompute and torch.is_grad_enabled()
+            x = checkpoint(layer, *args, use_reentrant=False) if again else layer(*args)
         return self.norm(x)
 
     def draft(self, anchor_id: int, cache: "ContextCache") -> list[int]:
@@ -224,7 +242,9 @@ class DFlash(nn.Module):
         x = self.embed(ids)
         rope = self.rope(positions, x.dtype)
         for i, layer in enumerate(self.layers):
-            x = layer(x, rope, cache.layer(i), self._decode_mask(i, positions[0], cache.length))
+            x = layer.step(
+                x, rope, cache.layer(i), self._decode_mask(i, positions[0], cache.length)
+            )
         return self.logits(self.norm(x[0, 1:]))
 
     def _decode_mask(self, layer: int, positions_B: Tensor, length: int) -> Tensor | None:

@@ -9,8 +9,9 @@ the same bytes.
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,7 +32,7 @@ from draftsmith.extract.plan import (
 from draftsmith.extract.worker import Rows, work
 from draftsmith.monitor.state import StageReport, stage_report
 from draftsmith.places import Place
-from draftsmith.source import choose_source
+from draftsmith.source import Choice, choose_source
 from draftsmith.store import index, shards
 from draftsmith.store.foreign import ForeignStates
 from draftsmith.store.shards import KIND, shard_name
@@ -50,7 +51,7 @@ PROBES = 8  # samples of the self-test
 
 
 def run(cfg: RunConfig) -> StageResult:
-    """Extract features of both splits into the store."""
+    """Extract features of both splits into the store; with the source live there is nothing to do."""
     tokens = tokenize_stage.finished(cfg)
     with stage_report(cfg.root, "extract") as report:
         info = inspect_target(cfg.target)
@@ -58,36 +59,75 @@ def run(cfg: RunConfig) -> StageResult:
         store = places.at(cfg.store)
         engine = engine_of(cfg, info, store)
         inputs = _inputs(cfg, info, taps, tokens, engine)
+        work = _work_of(cfg, info, taps, tokens, engine)
+        choice = _choice(cfg, info, taps, work, store)
+        if cfg.features.source == "auto":
+            report.event("source", source=choice.source, reason=choice.reason)
+            print(f"features.source auto: {choice.source}, because {choice.reason}", flush=True)
+        if choice.source == "live":
+            return StageResult("extract", str(cfg.store), summary={"source": "live"})
         manifest = manifests.begin(store, KIND, inputs, remake=False)
         if manifest["complete"]:
             return StageResult("extract", str(cfg.store), skipped=True, summary=manifest["counts"])
-        samples = tokenize_stage.read_samples(cfg, tokens)
-        samples.check_vocabulary(info.vocab_size)
-        lengths = samples.lengths
-        plan = plan_of(cfg, lengths, engine)
-        planned = plan_shards(
-            plan, lengths, token_bytes(cfg, info, len(taps)), cfg.extract.shard_bytes
-        )
-        names = [shard_name(i) for i in range(len(planned))]
-        there = store.sizes(names)
-        missing = [i for i, name in enumerate(names) if name not in there]
-        room = None
+        work.samples.check_vocabulary(info.vocab_size)
+        names, room = work.names, None
         if cfg.features.max_bytes is not None:
-            room = room_left(store, there, cfg.features.max_bytes)
-            missing = _before_the_cut(store, planned, missing)
-        to_come = sum(num_tokens(planned[i], lengths) for i in missing)
-        _check_source(cfg, info, taps, to_come, store, report)
-        report.working(plan.num_tokens, "tokens", done=plan.num_tokens - to_come)
+            room = room_left(store, store.sizes(names), cfg.features.max_bytes)
+        report.working(
+            work.plan.num_tokens, "tokens", done=work.plan.num_tokens - work.tokens_to_come
+        )
         said = shards.about(manifest["inputs"])
-        if missing:
-            _extract(cfg, engine, taps, samples, planned, missing, report, said, room)
+        if work.missing:
+            _extract(cfg, engine, taps, work, report, said, room)
         if room is not None:
             there = store.sizes(names)
             names = [name for name in names if name in there]
             check_some(names, cfg.store)
         entries = index.entries(store, names, said)
-        manifest = manifests.finish(store, manifest, entries, _counts(entries, len(samples), plan))
+        counts = _counts(entries, len(work.samples), work.plan)
+        manifest = manifests.finish(store, manifest, entries, counts)
     return StageResult("extract", str(cfg.store), summary=manifest["counts"])
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The shards of a configuration, as rows of positions, and which of them are still to be made."""
+
+    samples: Samples
+    plan: RowPlan
+    planned: list[list[list[int]]]
+    names: list[str]
+    missing: list[int]
+    tokens_to_come: int
+
+
+def _work_of(
+    cfg: RunConfig, info: TargetInfo, taps: list[int], tokens: dict[str, Any], engine: str
+) -> _Work:
+    samples, store = tokenize_stage.read_samples(cfg, tokens), places.at(cfg.store)
+    lengths = samples.lengths
+    plan = plan_of(cfg, lengths, engine)
+    planned = plan_shards(plan, lengths, token_bytes(cfg, info, len(taps)), cfg.extract.shard_bytes)
+    names = [shard_name(i) for i in range(len(planned))]
+    there = store.sizes(names)
+    missing = [i for i, name in enumerate(names) if name not in there]
+    if cfg.features.max_bytes is not None:
+        missing = _before_the_cut(store, planned, missing)
+    to_come = sum(num_tokens(planned[i], lengths) for i in missing)
+    return _Work(samples, plan, planned, names, missing, to_come)
+
+
+def source_of(cfg: RunConfig) -> Literal["store", "live"]:
+    """Where training gets its features from: as configured; auto: as training was begun, else the store
+    where it is complete or fits. Raises UserError for a store that does not fit.
+    """
+    store = places.at(cfg.store)
+    if cfg.features.source == "auto" and is_finished(cfg):
+        return "store"
+    info = inspect_target(cfg.target)
+    taps, tokens = resolve_taps(cfg.features, info.num_layers), tokenize_stage.finished(cfg)
+    work = _work_of(cfg, info, taps, tokens, engine_of(cfg, info, store))
+    return _choice(cfg, info, taps, work, store).source
 
 
 def finished(cfg: RunConfig) -> dict[str, Any]:
@@ -157,46 +197,41 @@ def _counts(entries: dict[str, Any], num_samples: int, plan: RowPlan) -> dict[st
     return counts if stored == num_samples else {**counts, "left_out": num_samples - stored}
 
 
-def _check_source(
-    cfg: RunConfig,
-    info: TargetInfo,
-    taps: list[int],
-    tokens: int,
-    store: Place,
-    report: StageReport,
-) -> None:
-    """Whether the features still to be made go to a store; `auto`'s choice and reason are logged."""
-    sizes = feature_bytes(cfg, info, len(taps), tokens)
-    room = store.free_bytes()
+def _choice(cfg: RunConfig, info: TargetInfo, taps: list[int], work: _Work, store: Place) -> Choice:
+    said = cfg.features.source
+    if said == "live":
+        return Choice("live", "features.source says so")
+    begun = manifests.read(cfg.root / "checkpoints") if said == "auto" else None
+    if begun is not None and "source" in begun["inputs"]:
+        return Choice(begun["inputs"]["source"], "training was begun with it")
+    sizes = feature_bytes(cfg, info, len(taps), work.tokens_to_come)
     if cfg.features.max_bytes is not None:
         sizes = {codec: min(size, cfg.features.max_bytes) for codec, size in sizes.items()}
+    room = store.free_bytes()
     choice = choose_source(sizes, cfg.extract.codec, room_bytes=room, place=str(store))
-    if cfg.features.source == "auto":
-        report.event("source", source=choice.source, reason=choice.reason)
-        print(f"features.source auto: {choice.source}, because {choice.reason}", flush=True)
-    if choice.source == "live":
+    if choice.source == "live" and (said == "store" or cfg.extract.files is not None):
         raise UserError(
-            where=f"features.source: {cfg.features.source}",
-            found=f"{choice.reason}: this would take the source live, which is not in this version",
+            where=f"features.source: {said}",
+            found=choice.reason,
             expected=f"{sizes[cfg.extract.codec] / 1e9:.3f} GB for the features",
-            remedy="Use fewer samples or taps, another extract.codec, a larger disk, or s3:// as "
-            "features.store; `draftsmith plan` shows the numbers.",
+            remedy="Use features.source: live, fewer samples or taps, another extract.codec, a larger "
+            "disk, or s3:// as features.store; `draftsmith plan` shows the numbers.",
         )
+    return choice
 
 
 def _extract(
     cfg: RunConfig,
     engine: str,
     taps: list[int],
-    samples: Samples,
-    planned: list[list[list[int]]],
-    missing: list[int],
+    todo: _Work,
     report: StageReport,
     said: dict[str, str],
     room: int | None,
 ) -> None:
     """One worker for each replica of the target; a single one is this process."""
     report.event("rows", engine=engine)
+    samples, missing = todo.samples, todo.missing
     done = report.state["done"]
 
     ran: dict[int, int] = {}  # tokens of each shard so far
@@ -218,7 +253,7 @@ def _extract(
         print(f"extract: {said}; its shards are done again by another", flush=True)
 
     def load(number: int) -> Rows:
-        return [[samples[i] for i in row] for row in planned[number]]
+        return [[samples[i] for i in row] for row in todo.planned[number]]
 
     if cfg.extract.files is not None:
         ForeignStates.of(cfg, inspect_target(cfg.target), taps).check(samples)

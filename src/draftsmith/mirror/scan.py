@@ -54,12 +54,14 @@ def _single(root: Path, last: bool) -> dict[str, Signature]:
 
 
 def _below(root: Path, folder: Path) -> list[tuple[str, Signature]]:
-    """Files below `folder`; hidden ones are not finished. Nothing when it is being deleted."""
+    """Files below `folder`; hidden ones that end with .tmp are not finished. Nothing when it is being
+    deleted.
+    """
     out = []
     try:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             path = Path(entry.path)
-            if entry.name.startswith("."):
+            if entry.name.startswith(".") and entry.name.endswith(".tmp"):
                 continue
             if entry.is_dir():
                 out += _below(root, path)

@@ -120,6 +120,21 @@ class StageReport:
                 self._write()
 
 
+class NoReport:
+    """The voice of a process that does not lead: silent."""
+
+    def working(self, total: int | None, unit: str, done: int = 0) -> None: ...
+
+    def progress(self, done: int, **last: Any) -> None: ...
+
+    def tick(self) -> None: ...
+
+    def event(self, kind: str, **fields: Any) -> None: ...
+
+
+Report = StageReport | NoReport
+
+
 def event(root: Path, stage: str, kind: str, **fields: Any) -> None:
     """One line of events.jsonl."""
     record = {"at": round(time.time(), 3), "stage": stage, "kind": kind, **fields}

@@ -87,6 +87,12 @@ class StoreReader:
         return out
 
 
+def is_complete(place: Place) -> bool:
+    """Whether a finished store of this format is there."""
+    manifest = manifests.read(place)
+    return manifest is not None and manifest["kind"] == KIND and manifest["complete"]
+
+
 def complete_manifest(place: Place) -> dict:
     """The manifest of a complete store of this format, or a UserError."""
     manifest = manifests.read(place)

@@ -96,7 +96,7 @@ class WriteThrough:
         shard_bytes: int,
         event: Callable[..., None],
     ) -> None:
-        self._store, self._shard_bytes = store, shard_bytes
+        self.place, self._shard_bytes = store, shard_bytes
         self._manifest = manifests.begin(store, KIND, inputs, remake=False)
         self._said = shards.about(self._manifest["inputs"])
         self._names = [name for name in store.names() if name.startswith("shard-")]
@@ -112,9 +112,14 @@ class WriteThrough:
         self._held: list[SampleFeatures] = []
         self._held_bytes = 0
 
+    @property
+    def full(self) -> bool:
+        """Whether the budget is spent."""
+        return self._writer.full or self._manifest["complete"]
+
     def add(self, features: SampleFeatures) -> bool:
         """Keep a sample. False when the budget is spent: it, and all after it, are not kept."""
-        if self._writer.full or self._manifest["complete"]:
+        if self.full:
             return False
         if features.sample.sample_id not in self.stored:
             self.stored.add(features.sample.sample_id)
@@ -136,13 +141,13 @@ class WriteThrough:
                 self._put()
         if self._manifest["complete"]:
             return self._manifest
-        there = self._store.sizes(self._names)
+        there = self.place.sizes(self._names)
         names = [name for name in self._names if name in there]
-        check_some(names, str(self._store))
-        entries = index.entries(self._store, names, self._said)
+        check_some(names, str(self.place))
+        entries = index.entries(self.place, names, self._said)
         shown = {"shards": len(names), "samples": entries[index.NAME]["samples"]}
         shown["tokens"] = sum(entry.get("tokens", 0) for entry in entries.values())
-        return manifests.finish(self._store, self._manifest, entries, {**shown, **counts})
+        return manifests.finish(self.place, self._manifest, entries, {**shown, **counts})
 
 
 def check_some(names: list[str], store: str) -> None:

@@ -53,6 +53,15 @@ class RowStates:
         return out
 
 
+@dataclass(frozen=True)
+class DeviceStates:
+    """States of a row where they were made: `parts` as in RowStates."""
+
+    samples: list[Sample]
+    spans: list[tuple[int, int]]
+    parts: dict[str, Tensor]
+
+
 def check_peaks(sample_id: int, taps: list[int], peaks: Tensor) -> None:
     """Refuse the sample whose largest magnitudes [n, taps] show states that cannot be."""
     for tap, peak in zip(taps, peaks.amax(0).tolist(), strict=True):
@@ -88,16 +97,25 @@ class StatesForward:
         self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
 
     def __call__(self, row: list[Sample]) -> RowStates:
-        """Start this row. Raises UserError when it does not fit into the GPU's memory."""
+        """Start this row; its states come to the CPU. Raises UserError when it does not fit into the
+        GPU's memory.
+        """
+        return self.to_host(self.on_device(row))
+
+    def on_device(self, row: list[Sample]) -> DeviceStates:
+        """The same, without the way to the CPU."""
         try:
-            return self.launch(row, self.row_tokens)
+            return self._run(row, self.row_tokens)
         except torch.OutOfMemoryError:
             pass  # what the failed forward held is freed when the error is gone
         raise self._too_large(row)
 
-    @torch.inference_mode()
     def launch(self, row: list[Sample], row_tokens: int | None) -> RowStates:
         """This row, packed and filled up to `row_tokens`, or right-padded."""
+        return self.to_host(self._run(row, row_tokens))
+
+    @torch.inference_mode()
+    def _run(self, row: list[Sample], row_tokens: int | None) -> DeviceStates:
         layers = self.taps + ([self.last] if self.final == "state" else [])
         with capture(self.decoder, layers) as seen:
             if row_tokens is None:
@@ -111,8 +129,7 @@ class StatesForward:
             parts["final"] = seen[self.last].flatten(0, 1).to(self.dtype)
         elif self.final == "argmax":
             parts["argmax"] = self._argmax(normed.flatten(0, 1))
-        host, arrived = self._to_host(parts)
-        return RowStates(row, spans, host, self.taps, arrived)
+        return DeviceStates(row, spans, parts)
 
     def _packed(self, row: list[Sample], row_tokens: int) -> tuple[Tensor, list[tuple[int, int]]]:
         laid = pack([s.input_ids for s in row], pad_to=row_tokens, device=self.model.device)
@@ -139,11 +156,12 @@ class StatesForward:
         parts = [head(rows).argmax(-1) for rows in normed_NH.split(HEAD_TOKENS)]
         return torch.cat(parts).to(torch.int32)
 
-    def _to_host(
-        self, parts: dict[str, Tensor]
-    ) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+    @torch.inference_mode()
+    def to_host(self, states: DeviceStates) -> RowStates:
+        """Start the copy to page-locked memory; on a CPU nothing is copied."""
+        row, spans, parts = states.samples, states.spans, states.parts
         if self._copies is None:
-            return parts, None
+            return RowStates(row, spans, parts, self.taps, None)
         self._copies.wait_stream(torch.cuda.current_stream())
         host = {}
         with torch.cuda.stream(self._copies):
@@ -154,7 +172,7 @@ class StatesForward:
                 tensor.record_stream(self._copies)
             arrived = torch.cuda.Event()
             arrived.record()
-        return host, arrived
+        return RowStates(row, spans, host, self.taps, arrived)
 
     def _too_large(self, row: list[Sample]) -> UserError:
         """Says which row would fit, from what a small one is seen to take."""

@@ -27,6 +27,8 @@ from draftsmith.core import UserError
 from draftsmith.files import digest
 from draftsmith.target.taps import decoder_layers
 
+FINAL_NORMS = ("norm", "final_layernorm", "embedding_norm", "final_norm", "norm_f")
+
 
 @dataclass(frozen=True)
 class TargetInfo:
@@ -158,8 +160,28 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def load_target(target: TargetConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The target with its lm_head, frozen, in eval mode, on its device or devices."""
+def load_outside(target: TargetConfig) -> PreTrainedModel:
+    """The target with its first layer alone: embedding, final norm and lm_head for the drafter, without
+    the memory of the whole.
+    """
+    config = _guarded(
+        target, lambda: AutoConfig.from_pretrained(target.model, revision=target.revision)
+    )
+    text = _text_config(config)
+    count = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == count > 1:  # something for each layer
+            setattr(text, name, value[:1])
+    text.num_hidden_layers = 1
+    return load_target(target, config=config)
+
+
+def load_target(
+    target: TargetConfig, *, dtype: torch.dtype | None = None, config: Any = None
+) -> PreTrainedModel:
+    """The target with its lm_head, frozen, in eval mode, on its device or devices. `config`: in place of
+    its own.
+    """
     dtype = dtype or getattr(torch, target.dtype)
     device = device_of(target)
     placement = _placement(target, device)
@@ -174,6 +196,7 @@ def load_target(target: TargetConfig, *, dtype: torch.dtype | None = None) -> Pr
             dtype=dtype,
             attn_implementation="sdpa",
             output_loading_info=True,
+            **({} if config is None else {"config": config}),
             **placement,
         ),
     )
@@ -255,6 +278,21 @@ def unembed(model: PreTrainedModel) -> tuple[Tensor, Tensor, float]:
     cap = getattr(_text_config(model.config), "final_logit_softcapping", None) or 0.0
     embedding: Any = model.get_input_embeddings()
     return embedding.weight, head.weight, float(cap)
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """The norm between the last layer and the lm_head."""
+    decoder = text_decoder(model)
+    for name in FINAL_NORMS:
+        found = getattr(decoder, name, None)
+        if isinstance(found, nn.Module):
+            return found
+    raise UserError(
+        where="train.loss",
+        found=f"a target of type {model.config.model_type}, whose final norm is none of {FINAL_NORMS}",
+        expected="one that is known",
+        remedy="Use train.loss: ce.",
+    )
 
 
 def _weights_digest(target: TargetConfig, config: Any) -> str:

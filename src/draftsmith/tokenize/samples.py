@@ -56,6 +56,21 @@ class Samples(Sequence[Sample]):
         return _lengths(self._table["input_ids"]).to_pylist()
 
     @property
+    def num_anchors(self) -> list[int]:
+        """Tokens of each that are supervised and whose next one is."""
+        out: list[int] = []
+        for chunk in self._table["loss_mask"].chunks:
+            mask = chunk.flatten().to_numpy().astype(bool)
+            lengths = _lengths(chunk).to_numpy()
+            pairs = np.zeros(len(mask) + 1, np.int64)
+            pairs[1:-1] = mask[:-1] & mask[1:]  # pairs[i]: tokens i - 1 and i
+            ends = np.cumsum(lengths)
+            pairs[ends] = 0  # of two samples
+            before = np.concatenate([[0], np.cumsum(pairs)])
+            out += (before[ends + 1] - before[ends - lengths + 1]).tolist()
+        return out
+
+    @property
     def sample_ids(self) -> list[int]:
         """The id of each."""
         return self._table["sample_id"].to_pylist()

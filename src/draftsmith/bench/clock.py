@@ -1,0 +1,69 @@
+"""How long work takes on a device, and where a GPU's time goes."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import profile
+
+KINDS = {  # kernels by what their names say
+    "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "matmul", "splitkreduce"),
+    "attention": ("flash", "fmha", "attention"),
+    "recurrence": ("chunk_", "delta", "solve_tril", "recompute_w", "cumsum", "l2norm"),
+    "convolution": ("conv",),
+    "copies": ("memcpy", "memset", "copy_kernel", "direct_copy"),
+    "compiled": ("triton_",),
+}
+
+
+def time_of(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds, to the last kernel."""
+    wait_for(device)
+    begun = time.monotonic()
+    work()
+    wait_for(device)
+    return time.monotonic() - begun
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def where_time_goes(seen: profile) -> dict[str, Any]:
+    """Shares by kind of kernel, the largest kernels, and the share of time that no kernel runs."""
+    kernels = [e for e in seen.events() or [] if str(e.device_type).endswith("CUDA")]
+    times: dict[str, float] = defaultdict(float)
+    names: dict[str, float] = defaultdict(float)
+    spans = []
+    for event in kernels:
+        span = (event.time_range.start, event.time_range.end)
+        if "memcpy dtoh" in event.name.lower():
+            times["copies to the CPU (beside the rest)"] += span[1] - span[0]
+            continue
+        spans.append(span)
+        times[_kind(event.name)] += span[1] - span[0]
+        names[event.name[:80]] += span[1] - span[0]
+    spans.sort()
+    busy, end = 0.0, spans[0][0]
+    for begin, until in spans:
+        busy += max(0.0, until - max(begin, end))
+        end = max(end, until)
+    total = sum(times.values())
+    largest = sorted(names.items(), key=lambda item: -item[1])[:25]
+    return {
+        "gpu_idle_share": 1 - busy / (end - spans[0][0]),
+        "by_kind": {k: v / total for k, v in sorted(times.items(), key=lambda kv: -kv[1])},
+        "largest_kernels": {name: t / total for name, t in largest},
+    }
+
+
+def _kind(name: str) -> str:
+    low = name.lower()
+    for kind, words in KINDS.items():
+        if any(word in low for word in words):
+            return kind
+    return "other elementwise"

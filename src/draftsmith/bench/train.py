@@ -1,0 +1,343 @@
+"""`draftsmith bench train`: a step of the trainer on synthetic features of any size, beside what the step's
+own matrix products alone would take.
+
+The ceiling replays the products that the step needs, on tensors of the same shapes: forward, towards
+the inputs, towards the weights; none towards the features or the frozen lm_head, which nobody needs;
+none twice; attention's own are left out. Interleaved with the steps, medians. `--source live` runs a
+random target beside the trainer and compares with each alone.
+"""
+
+import itertools
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from draftsmith import manifest as manifests
+from draftsmith import places, train
+from draftsmith.bench.clock import time_of, wait_for, where_time_goes
+from draftsmith.bench.models import BUILT_IN, config_of, random_target
+from draftsmith.config import RunConfig
+from draftsmith.core import Sample, UserError
+from draftsmith.drafter.config import NO_WINDOW, DrafterShape
+from draftsmith.drafter.model import DFlash
+from draftsmith.features import FeatureBatch, StoreSource
+from draftsmith.ranks import Ranks
+from draftsmith.store import index, shards
+from draftsmith.store.shards import KIND, SampleFeatures, shard_name, write_shard
+from draftsmith.target.forward import StatesForward
+from draftsmith.target.load import unembed
+from draftsmith.target.packed import can_pack, has_kernels
+from draftsmith.target.taps import auto_taps
+from draftsmith.train.live import LiveSource
+from draftsmith.train.schedule import Step
+
+WARM_UP = 3  # steps that are not measured; the first one compiles
+SourceName = Literal["memory", "store", "live"]
+
+
+def run(
+    *,
+    model: str,
+    layers: int,
+    block_size: int,
+    tokens: int,
+    anchors: int,
+    accumulate: int,
+    steps: int,
+    source: SourceName,
+    folder: Path,
+    memory_gib: float | None,
+    recompute: bool,
+    as_json: bool,
+) -> None:
+    """Measure and print. A micro-batch is one sequence of `tokens` with so many `anchors`; a step is
+    `accumulate` of them.
+    """
+    begun = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if memory_gib and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * (1 << 30) / total))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = config_of(model)
+    taps = BUILT_IN[model][0] if model in BUILT_IN else auto_taps(config.num_hidden_layers, 5)
+    shape = _shape(config, taps, layers, block_size)
+    cfg = _config(tokens, anchors, accumulate, recompute)
+    micro = _samples(config.vocab_size, tokens, count=4)
+    with tempfile.TemporaryDirectory(prefix="bench-train-", dir=folder) as scratch:
+        target = None
+        if source == "live":
+            target = _target(config, taps, dtype, device, tokens)
+            frozen = unembed(target.model)[:2]
+        else:
+            frozen = (
+                _random(config.vocab_size, shape.hidden_size, device, dtype),
+                _random(config.vocab_size, shape.hidden_size, device, dtype),
+            )
+        drafter = DFlash(shape).to(device)
+        torch.nn.init.normal_(drafter.fc.weight, std=0.02)
+        drafter.share(*frozen, dtype=dtype)
+        forward, optimizer = train.prepare(cfg, drafter, None, Ranks())
+        turns = range((WARM_UP + steps) * accumulate)
+        if source == "memory":
+            batches = itertools.cycle(_in_memory(micro, shape, device, dtype))
+        elif source == "store":
+            micro = _samples(config.vocab_size, tokens, count=(WARM_UP + steps) * accumulate)
+            stored = _stored(micro, shape, Path(scratch), dtype)
+            planned = [Step(0, [[i]]) for i in turns]  # each read from the disk, once
+            batches = forward.micro_batches(stored, planned, Ranks())
+        else:
+            assert target is not None, "live runs a target"
+            live = LiveSource(target, micro, row_tokens=tokens)
+            planned = [Step(0, [[i % len(micro)]]) for i in turns]
+            batches = forward.micro_batches(live, planned, Ranks())
+        shapes = products_of(shape, tokens, anchors, anchors * (block_size - 1))
+        replay = _replay(shapes, device, dtype)
+
+        def step() -> train.Sums:
+            sums = train.train_step(forward, batches, accumulate, 0, Ranks(), clip_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return sums
+
+        step()
+        wait_for(device)
+        first_s = time.monotonic() - begun
+        for _ in range(WARM_UP - 1):
+            step()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        replay()
+        took, ceilings, waited = [], [], 0.0
+        for _ in range(steps):
+            started = time.monotonic()
+            waited += step().waited_s
+            wait_for(device)
+            took.append(time.monotonic() - started)
+            ceilings.append(time_of(replay, device) * accumulate)
+        result: dict[str, Any] = {
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "model": model,
+            "source": source,
+            "layers": layers,
+            "block_size": block_size,
+            "tokens": tokens,
+            "anchors": anchors,
+            "accumulate": accumulate,
+            "recompute": recompute,
+            "first_step_s": first_s,
+            "step_s": statistics.median(took),
+            "ceiling_s": statistics.median(ceilings),
+            "data_wait_share": waited / sum(took),
+            "block_tokens_per_s": anchors * block_size * accumulate / statistics.median(took),
+            "tokens_per_s": tokens * accumulate / statistics.median(took),
+        }
+        result["share_of_ceiling"] = result["ceiling_s"] / result["step_s"]
+        if device.type == "cuda":
+            result["peak_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)
+        if target is not None:
+            result |= _apart(target, micro, step, forward, shape, device, dtype, accumulate)
+        if device.type == "cuda" and source != "live":
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                batches = itertools.cycle(_in_memory(micro, shape, device, dtype))
+                for _ in range(2):
+                    step()
+                torch.cuda.synchronize()
+            result |= where_time_goes(seen)
+    print(json.dumps(result, indent=1) if as_json else _table(result))
+
+
+def _shape(config: Any, taps: list[int], layers: int, block_size: int) -> DrafterShape:
+    like = config.head_dim in (64, 128)
+    return DrafterShape(
+        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        num_layers=layers, num_attention_heads=config.num_attention_heads if like else 32,
+        num_key_value_heads=config.num_key_value_heads if like else 8,
+        head_dim=config.head_dim if like else 128, rms_norm_eps=1e-6, rope_theta=1e7,
+        max_position_embeddings=config.max_position_embeddings, vocab_size=config.vocab_size,
+        layer_types=("full_attention",) * layers, sliding_window=NO_WINDOW, block_size=block_size,
+        mask_token_id=1, taps=tuple(taps), num_target_layers=config.num_hidden_layers,
+    )  # fmt: skip
+
+
+def _config(tokens: int, anchors: int, accumulate: int, recompute: bool) -> RunConfig:
+    settings = {
+        "micro_batch_tokens": tokens, "anchors_per_sample": anchors, "micro_batch_blocks": anchors,
+        "tokens_per_step": tokens * accumulate, "recompute": recompute, "loggers": [],
+    }  # fmt: skip
+    said = {"run": "bench", "target": {"model": "random"}, "prepare": {"sources": [{"path": "x"}]}}
+    return RunConfig.model_validate({**said, "train": settings})
+
+
+def _samples(vocab: int, tokens: int, count: int) -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Sample(i, torch.randint(vocab, (tokens,), generator=generator).tolist(), [1] * tokens)
+        for i in range(count)
+    ]
+
+
+def _random(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, columns, device=device, dtype=dtype) * 0.02
+
+
+def _states(shape: DrafterShape, tokens: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(tokens, len(shape.taps), shape.hidden_size, device=device, dtype=dtype)
+
+
+def _in_memory(
+    samples: list[Sample], shape: DrafterShape, device: torch.device, dtype: torch.dtype
+) -> Iterator[FeatureBatch]:
+    for sample in samples:
+        n = len(sample.input_ids)
+        ids, mask = torch.tensor(sample.input_ids), torch.ones(n, dtype=torch.uint8)
+        yield FeatureBatch([sample.sample_id], [n], _states(shape, n, device, dtype), ids, mask)
+
+
+def _stored(
+    samples: list[Sample], shape: DrafterShape, folder: Path, dtype: torch.dtype
+) -> StoreSource:
+    """A store of them on the folder's disk, its pages dropped from memory."""
+    from draftsmith.bench.store import drop_cache
+
+    n = len(samples[0].input_ids)
+    need = len(samples) * n * len(shape.taps) * shape.hidden_size * dtype.itemsize
+    if need > shutil.disk_usage(folder).free:
+        raise UserError(
+            where="--folder",
+            found=f"{shutil.disk_usage(folder).free / 1e9:.1f} GB free in {folder}",
+            expected=f"{need / 1e9:.1f} GB",
+            remedy="Use another --folder.",
+        )
+    place = places.at(folder)
+    inputs = {
+        "target": {"hidden_size": shape.hidden_size}, "taps": list(shape.taps), "codec": "none",
+        "dtype": str(dtype).removeprefix("torch."), "final": "none",
+    }  # fmt: skip
+    manifest = manifests.begin(place, KIND, inputs, remake=False)
+    names = []
+    for sample in samples:
+        names.append(shard_name(len(names)))
+        made = SampleFeatures(sample, _states(shape, n, torch.device("cpu"), dtype), {})
+        write_shard(place, names[-1], [made], "none", shards.about(inputs))
+    manifests.finish(place, manifest, index.entries(place, names, shards.about(inputs)), {})
+    drop_cache(folder)
+    return StoreSource(place, [sample.sample_id for sample in samples])
+
+
+def _target(
+    config: Any, taps: list[int], dtype: torch.dtype, device: torch.device, tokens: int
+) -> StatesForward:
+    kind = config.model_type
+    packed = device.type == "cuda" and can_pack(kind) and has_kernels(kind)
+    model = random_target(config, device, dtype)
+    return StatesForward(model, taps, "none", dtype, row_tokens=tokens if packed else None)
+
+
+def products_of(
+    shape: DrafterShape, num_tokens: int, num_anchors: int, num_labels: int
+) -> list[tuple[int, int, int, bool, bool]]:
+    """(rows, in, out, towards the input?, towards the weight?) of a micro-batch's linear layers."""
+    H, inner, Q = shape.hidden_size, shape.intermediate_size, num_anchors * shape.block_size
+    heads, kv = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
+    layer = [(Q, H, heads), (Q, heads, H), (Q, H, inner), (Q, H, inner), (Q, inner, H)]
+    layer += [(rows, H, kv) for rows in (Q, num_tokens) for _ in "kv"]
+    out = [(*one, True, True) for one in layer * shape.num_layers]
+    out.append((num_tokens, len(shape.taps) * H, H, False, True))  # fc: features need no gradient
+    return [*out, (num_labels, H, shape.vocab_size, True, False)]  # the head is frozen
+
+
+def _replay(
+    products: list[tuple[int, int, int, bool, bool]], device: torch.device, dtype: torch.dtype
+) -> Callable[[], None]:
+    held: dict[tuple[int, int], Tensor] = {}
+    chunk = max(1, (1 << 30) // products[-1][2])  # logits are made a part at a time
+
+    def tensor(rows: int, columns: int) -> Tensor:
+        if (rows, columns) not in held:
+            held[rows, columns] = torch.randn(rows, columns, device=device, dtype=dtype)
+        return held[rows, columns]
+
+    def replay() -> None:
+        for rows, width, out, to_input, to_weight in products:
+            for first in range(0, rows, chunk):
+                part = min(chunk, rows - first)
+                x, weight, grad = tensor(part, width), tensor(out, width), tensor(part, out)
+                F.linear(x, weight)
+                if to_input:
+                    torch.mm(grad, weight)
+                if to_weight:
+                    torch.mm(grad.T, x)
+
+    return replay
+
+
+def _apart(
+    target: StatesForward,
+    samples: list[Sample],
+    step: Callable[[], Any],
+    forward: Any,
+    shape: DrafterShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    accumulate: int,
+) -> dict[str, float]:
+    """Extraction alone and training alone, of as many tokens as a step."""
+    alone = [time_of(lambda: target.on_device([samples[0]]), device) for _ in range(5)]
+    batches = itertools.cycle(_in_memory(samples, shape, device, dtype))
+    trained = [
+        time_of(
+            lambda: train.train_step(forward, batches, accumulate, 0, Ranks(), clip_norm=1.0),
+            device,
+        )
+        for _ in range(5)
+    ]
+    return {
+        "extraction_alone_s": statistics.median(alone) * accumulate,
+        "training_alone_s": statistics.median(trained),
+    }
+
+
+def _table(result: dict[str, Any]) -> str:
+    rows = [
+        ("step", f"{result['step_s'] * 1e3:,.1f} ms"),
+        ("share of the ceiling", f"{result['share_of_ceiling']:.1%}"),
+        ("  ceiling: the step's matrix products alone", f"{result['ceiling_s'] * 1e3:,.1f} ms"),
+        ("block tokens/s", f"{result['block_tokens_per_s']:,.0f}"),
+        ("target tokens/s", f"{result['tokens_per_s']:,.0f}"),
+        ("waited for features", f"{result['data_wait_share']:.1%}"),
+        ("first step after", f"{result['first_step_s']:.0f} s"),
+    ]
+    if "peak_gib" in result:
+        rows.append(("peak memory", f"{result['peak_gib']:.1f} GiB"))
+    if "extraction_alone_s" in result:
+        both = result["extraction_alone_s"] + result["training_alone_s"]
+        rows.append(("extraction alone", f"{result['extraction_alone_s'] * 1e3:,.1f} ms"))
+        rows.append(("training alone", f"{result['training_alone_s'] * 1e3:,.1f} ms"))
+        rows.append(("live, of their sum", f"{result['step_s'] / both:.3f}x"))
+    rows += [(f"  {kind}", f"{share:.1%}") for kind, share in result.get("by_kind", {}).items()]
+    title = (
+        f"{result['model']} drafter, {result['layers']} layers, block {result['block_size']}, "
+        f"{result['accumulate']} x {result['tokens']:,} tokens with {result['anchors']} anchors, "
+        f"source {result['source']}, {result['device']}"
+    )
+    grid = Table(title=title, show_header=False)
+    for row in rows:
+        grid.add_row(*row)
+    console = Console(width=110)
+    with console.capture() as text:
+        console.print(grid)
+    return text.get()

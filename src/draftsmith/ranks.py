@@ -1,0 +1,120 @@
+"""The processes of one training: torchrun's ranks, or this process alone.
+
+`draftsmith train` starts torchrun by itself for the GPUs of one machine. On several machines start it
+there: torchrun --nnodes N --nproc-per-node G ... -m draftsmith.cli train CONFIG
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from draftsmith.core import FaultFound, Stopped, UserError
+
+LOG = "train.log"
+STOP_S = 60  # what torchrun has for its workers' ends
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """`rank` of `count`; the first leads: it reports, and writes what is written once."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def lead(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Over all ranks, in place."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def share(self, value: str) -> str:
+        """The lead's."""
+        held = [value]
+        if self.count > 1:
+            dist.broadcast_object_list(held, src=0)
+        return held[0]
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        if self.count > 1:
+            dist.barrier()
+
+
+def inside() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+@contextlib.contextmanager
+def joined(device: str, notes: Path) -> Iterator[Ranks]:
+    """This process among its ranks, on a GPU of its own. An error of a rank that does not lead is
+    left in `notes`, for launch() to tell.
+    """
+    if not inside():
+        yield Ranks()
+        return
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    try:
+        yield ranks
+    except Exception as error:
+        if not isinstance(error, Stopped):
+            _note(notes / f"rank-{ranks.rank}.json", error)
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _note(path: Path, error: Exception) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = error.parts if isinstance(error, UserError) else None
+    cause = f"{type(error).__name__}: {error}"
+    path.write_text(json.dumps({"at": time.time(), "cause": cause, "parts": parts}))
+
+
+def launch(command: list[str], count: int, notes: Path) -> None:
+    """Run this draftsmith command in `count` processes; what they and torchrun say on stderr goes to
+    train.log in `notes`. Raises the first error in time, as the user's mistake where it is one.
+    """
+    notes.mkdir(parents=True, exist_ok=True)
+    for old in notes.glob("rank-*.json"):
+        old.unlink()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += [f"--nproc-per-node={count}", "-m", "draftsmith.cli", *command]
+    with open(notes / LOG, "ab") as log:
+        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        process = subprocess.Popen(torchrun, env=env, stderr=log)
+    try:
+        code = process.wait()
+    except BaseException:
+        process.terminate()  # which torchrun hands on
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        process.kill()
+        raise
+    if code == 0:
+        return
+    found = [json.loads(path.read_text()) for path in notes.glob("rank-*.json")]
+    if not found:
+        raise FaultFound(f"a training process died without a word (code {code}); see {notes / LOG}")
+    first: dict[str, Any] = min(found, key=lambda note: note["at"])
+    if first["parts"]:
+        raise UserError(**first["parts"])
+    raise FaultFound(f"{first['cause']} (the whole error: {notes / LOG})")

@@ -1,0 +1,115 @@
+"""What a training reads: features of both splits, from the store or live, and the frozen parts of the
+target that the drafter borrows.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+import draftsmith.tokenize as tokenize_stage
+from draftsmith import extract, files, places
+from draftsmith.config import RunConfig
+from draftsmith.core import Sample
+from draftsmith.extract.plan import ENGINES, engine_of
+from draftsmith.extract.worker import target_forward
+from draftsmith.features import Source, StoreSource
+from draftsmith.places import Place
+from draftsmith.ranks import Ranks
+from draftsmith.store.reader import StoreReader, is_complete
+from draftsmith.store.writer import WriteThrough
+from draftsmith.target.load import device_of, final_norm, inspect_target, load_outside, unembed
+from draftsmith.target.selftest import self_test
+from draftsmith.tokenize.samples import Samples
+from draftsmith.train.live import LiveSource
+
+PROBES = 8  # samples of the packed rows' self-test
+
+
+@dataclass(frozen=True)
+class Opened:
+    """`source` has the training samples, each with `num_anchors` places for a block; `held_out` the
+    `held_out_samples` that verdicts are made on. `shared`: embedding, lm_head and soft cap; `norm`: the
+    target's final one, for losses on its distribution.
+    """
+
+    source: Source
+    num_anchors: list[int]
+    held_out: Source
+    held_out_samples: Sequence[Sample]
+    shared: tuple[Tensor, Tensor, float]
+    norm: nn.Module | None
+
+
+def open_source(
+    cfg: RunConfig,
+    tokens: dict[str, Any],
+    taps: list[int],
+    kind: Literal["store", "live"],
+    ranks: Ranks,
+) -> Opened:
+    """Open what `kind` says."""
+    train = tokenize_stage.read_samples(cfg, tokens, "train")
+    held_out = tokenize_stage.read_samples(cfg, tokens, "held_out")
+    if kind == "store":
+        reader = StoreReader(cfg.store)  # which holds fewer samples with features.max_bytes
+        train, held_out = train.among(reader.sample_ids), held_out.among(reader.sample_ids)
+        chosen = _chosen(cfg, held_out)
+        source = StoreSource(reader, train.sample_ids)
+        shown = StoreSource(reader, [sample.sample_id for sample in chosen])
+        return Opened(source, train.num_anchors, shown, chosen, *_frozen(cfg))
+    train.check_vocabulary(inspect_target(cfg.target).vocab_size)
+    chosen = _chosen(cfg, held_out)
+    engine = engine_of(cfg, inspect_target(cfg.target), places.at(cfg.store))
+    forward = target_forward(cfg, engine, taps)
+    if engine == ENGINES["packed"]:
+        self_test(forward, train[:PROBES])
+    keep, stored = _kept(cfg, engine, ranks)
+    row_tokens = cfg.extract.tokens_per_batch
+    source = LiveSource(forward, train, row_tokens=row_tokens, keep=keep, stored=stored)
+    shown = LiveSource(forward, chosen, row_tokens=row_tokens)
+    norm = final_norm(forward.model) if cfg.train.loss != "ce" else None
+    return Opened(source, train.num_anchors, shown, chosen, unembed(forward.model), norm)
+
+
+def _chosen(cfg: RunConfig, held_out: Samples) -> list[Sample]:
+    """At most train.verdict_prompts of those with an answer of two tokens, by a hash of the tokens."""
+    answered = [i for i, n in enumerate(held_out.num_anchors) if n]
+    hashed = sorted(answered, key=lambda i: files.digest([cfg.seed, held_out[i].input_ids]))
+    return [held_out[i] for i in hashed[: cfg.train.verdict_prompts]]
+
+
+def _frozen(cfg: RunConfig) -> tuple[tuple[Tensor, Tensor, float], nn.Module | None]:
+    """Of the target, the rest of which is dropped again."""
+    model = load_outside(cfg.target.model_copy(update={"device": "cpu"}))
+    embedding, head, softcap = unembed(model)
+    place = device_of(cfg.target)
+    norm = copy.deepcopy(final_norm(model)).to(place) if cfg.train.loss != "ce" else None
+    table = embedding.detach().clone().to(place)
+    shared = (table, table if head is embedding else head.detach().clone().to(place), softcap)
+    return shared, norm
+
+
+def _kept(
+    cfg: RunConfig, engine: str, ranks: Ranks
+) -> tuple[WriteThrough | None, list[StoreReader]]:
+    """With features.max_bytes: this rank's store, to be filled, and those that are finished."""
+    if cfg.features.max_bytes is None:
+        return None, []
+    inputs = {**extract.wanted(cfg), "engine": f"{engine}, beside the trainer"}
+    mine = _store_of(cfg, ranks)
+    every = [_store_of(cfg, Ranks(rank, ranks.count)) for rank in range(ranks.count)]
+    readers = [StoreReader(place) for place in every if is_complete(place)]
+    if is_complete(mine):
+        return None, readers
+    keep = WriteThrough(
+        mine, inputs, max_bytes=cfg.features.max_bytes // ranks.count,
+        shard_bytes=cfg.extract.shard_bytes, event=lambda *args, **fields: None,
+    )  # fmt: skip
+    return keep, readers
+
+
+def _store_of(cfg: RunConfig, ranks: Ranks) -> Place:
+    return places.at(f"{cfg.store}/live-{ranks.rank + 1}-of-{ranks.count}")
