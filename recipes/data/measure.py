@@ -5,7 +5,8 @@
 Synthetic chats of about 1k tokens, cut from the standard library's sources, with the built-in
 target's tokenizer (or --target). Prints one JSON object: wall and CPU seconds of each stage (of all its
 processes, and with the ten seconds that importing takes), the peak of their proportional set sizes
-together, and `ratio`: the rate of a worker of `tokenize` over that of `encode_batch` (see `paired`).
+together, `ratio_wall`: the whole stage's rate over `encode_batch`'s alone on all cores for some of the
+same texts, and `ratio`: the rate of a worker of `tokenize` over that of `encode_batch` (see `paired`).
 """
 
 import argparse
@@ -92,6 +93,19 @@ def measured(args: list[str]) -> Took:
     return Took(time.perf_counter() - begun, sum(cpu_s.values()), peak / 1e9)
 
 
+def raw_rate(config: Path) -> float:
+    """Tokens a second, by the wall, of `encode_batch` alone on all cores for the first chats."""
+    cfg = configfile.load(config)
+    tokenizer = load_tokenizer(cfg.target)
+    tokens, took = 0, 0.0
+    for _, texts in some_texts(cfg.root / "data" / "conversations", tokenizer, 20):
+        begun = time.perf_counter()
+        made = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+        took += time.perf_counter() - begun
+        tokens += sum(map(len, made))
+    return tokens / took
+
+
 def paired(config: Path, rounds: int) -> list[float]:
     """The tokenizer's CPU seconds over those of a worker of `tokenize` for the same 1024 chats, reading
     and writing included: by turns in one process, so that a busy machine slows both alike.
@@ -150,6 +164,8 @@ def main() -> None:
         said |= {f"{stage}_{name}": round(value, 2) for name, value in asdict(took).items()}
     counts = json.loads((run / "data/tokens/manifest.json").read_text())["counts"]
     said["tokens_per_s"] = round(counts["tokens"] / said["tokenize_wall_s"])
+    raw = raw_rate(path)
+    said |= {"raw_tokens_per_s": round(raw), "ratio_wall": round(said["tokens_per_s"] / raw, 3)}
     ratios = sorted(paired(path, args.rounds))
     said["ratio"] = {
         "median": round(statistics.median(ratios), 3),
