@@ -25,9 +25,12 @@ from draftsmith.drafter.model import DFlash
 from draftsmith.features import StoreSource
 from draftsmith.metrics import bootstrap_tau
 from draftsmith.monitor.state import stage_report
+from draftsmith.ranks import Ranks
 from draftsmith.store import index, shards
 from draftsmith.store.reader import StoreReader
 from draftsmith.store.shards import KIND, SampleFeatures, shard_name, write_shard
+from draftsmith.train.schedule import plan_steps
+from draftsmith.train.sources import Opened, frozen_of
 
 CODECS = ("none", "fp8")
 PER_SHARD = 64
@@ -45,7 +48,7 @@ def main() -> None:
     held_out = [s for s in samples if s.split == "held_out"]
     stores = {"none": cfg.store, "fp8": str(cfg.root / "codecs" / "fp8")}
     in_8_bits(StoreReader(stores["none"]), stores["fp8"])
-    frozen = train.frozen_weights(cfg)
+    frozen, _ = frozen_of(cfg)
     rounds: dict[str, list[np.ndarray]] = {codec: [] for codec in CODECS}
     for seed in range(int(seeds)):
         for codec in CODECS:
@@ -80,11 +83,17 @@ def trained(
     cfg: RunConfig, codec: str, store: str, samples: list[Sample], seed: int, frozen: Any
 ) -> DFlash:
     """A drafter trained on this store; the seed decides weights, batches and anchors alike."""
-    cfg = cfg.model_copy(update={"seed": seed, "run": str(cfg.root / "codecs" / f"{codec}-{seed}")})
+    settings = cfg.train.model_copy(update={"seed": seed})
+    where = str(cfg.root / "codecs" / f"{codec}-{seed}")
+    cfg = cfg.model_copy(update={"train": settings, "run": where})
     drafter = train.first_weights(cfg, train.drafter_shape(cfg)).share(*frozen)
     source = StoreSource(store, [sample.sample_id for sample in samples])
+    masks = [np.array(sample.loss_mask) for sample in samples]
+    num_anchors = [int((mask[:-1] & mask[1:]).sum()) for mask in masks]
+    opened = Opened(source, num_anchors, source, [], frozen, None)
+    steps = plan_steps(cfg.train, source.lengths, num_anchors, seed)
     with stage_report(cfg.root, "train") as report:
-        train.train(cfg, drafter, source, train.plan_steps(cfg.train, source, seed), report)
+        train.train(cfg, drafter, opened, steps, report, Ranks())
     return drafter.eval()
 
 

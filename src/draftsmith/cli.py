@@ -65,6 +65,8 @@ def _dispatch(args: list[str]) -> int:
     status.add_argument("run", type=Path, help="the run's folder")
     status.add_argument("--json", action="store_true", help="state.json, as it holds now")
     _add_plan(commands)
+    doctor = commands.add_parser("doctor", help="what will work here, before weights are loaded")
+    doctor.add_argument("--json", action="store_true")
     _add_inspect(commands)
     _add_server_commands(commands)
     _add_bench(commands)
@@ -98,6 +100,8 @@ def _dispatch(args: list[str]) -> int:
         return GOOD
     if known.command == "plan":
         return _plan(known, rest)
+    if known.command == "doctor":
+        return _doctor(known, rest)
     if known.command == "demo":
         from draftsmith import demo as demo_module
 
@@ -160,6 +164,18 @@ def _plan(known: argparse.Namespace, rest: list[str]) -> int:
     )
     plan.run(cfg, asked, as_json=known.json)
     return GOOD
+
+
+def _doctor(known: argparse.Namespace, rest: list[str]) -> int:
+    from draftsmith import configfile
+
+    paths, overrides = _split(rest)
+    if len(paths) != 1:
+        raise _one_config("doctor", paths)
+    cfg = configfile.load(Path(paths[0]), overrides)
+    from draftsmith import doctor
+
+    return GOOD if doctor.run(cfg, as_json=known.json) else FAILED
 
 
 def _add_inspect(commands: Any) -> None:

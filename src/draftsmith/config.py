@@ -304,6 +304,8 @@ class DrafterConfig(_Model):
 
 
 class TrainConfig(_Model):
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Of first weights, order and anchors; null: the run's `seed`, which the features depend on too."""
     epochs: Annotated[int, Field(ge=1)] = 6
     """Passes over the training samples."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
@@ -501,6 +503,11 @@ class RunConfig(_Model):
         if self.extract.files is not None and self.features.final == "argmax":
             raise ValueError("features.final: argmax needs the target; extract.files hold states")
         return self
+
+    @property
+    def train_seed(self) -> int:
+        """What training draws by."""
+        return self.seed if self.train.seed is None else self.train.seed
 
     @property
     def root(self) -> Path:

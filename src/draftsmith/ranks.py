@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draftsmith.core import FaultFound, Stopped, UserError
+from draftsmith.monitor.failures import first_cause
 
 LOG = "train.log"
 STOP_S = 60  # what torchrun has for its workers' ends
@@ -113,7 +114,9 @@ def launch(command: list[str], count: int, notes: Path) -> None:
         return
     found = [json.loads(path.read_text()) for path in notes.glob("rank-*.json")]
     if not found:
-        raise FaultFound(f"a training process died without a word (code {code}); see {notes / LOG}")
+        cause = first_cause([(notes / LOG).read_text(errors="replace")])
+        said = cause or f"a training process died without a word (code {code})"
+        raise FaultFound(f"{said} (all of it: {notes / LOG})")
     first: dict[str, Any] = min(found, key=lambda note: note["at"])
     if first["parts"]:
         raise UserError(**first["parts"])

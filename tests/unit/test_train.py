@@ -25,6 +25,7 @@ from draftsmith.features import FeatureBatch
 from draftsmith.monitor.state import NoReport
 from draftsmith.ranks import Ranks
 from draftsmith.train import checkpoints, guards
+from draftsmith.train.ceiling import products_of
 from draftsmith.train.microbatch import Forward
 from draftsmith.train.schedule import plan_steps
 from draftsmith.train.sources import open_source
@@ -367,4 +368,4 @@ def test_the_benchs_products_are_the_networks():
     context = blocks.context_positions[None]
     drafter(noise, blocks.positions[None], features, context, {"full_attention": mask})
     head = (30, its.hidden_size, 97, True, False)
-    assert sorted([*seen, head]) == sorted(bench.products_of(its, 40, 10, 30))
+    assert sorted([*seen, head]) == sorted(products_of(its, 40, 10, 30))

@@ -1,10 +1,8 @@
 """`draftsmith bench train`: a step of the trainer on synthetic features of any size, beside what the step's
 own matrix products alone would take.
 
-The ceiling replays the products that the step needs, on tensors of the same shapes: forward, towards
-the inputs, towards the weights; none towards the features or the frozen lm_head, which nobody needs;
-none twice; attention's own are left out. Interleaved with the steps, medians. `--source live` runs a
-random target beside the trainer and compares with each alone.
+The ceiling replays those products (train/ceiling.py), interleaved with the steps; medians. `--source live`
+runs a random target beside the trainer and compares with each alone.
 """
 
 import itertools
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -40,6 +37,7 @@ from draftsmith.target.forward import StatesForward
 from draftsmith.target.load import unembed
 from draftsmith.target.packed import can_pack, has_kernels
 from draftsmith.target.taps import auto_taps
+from draftsmith.train.ceiling import products_of, replay_of
 from draftsmith.train.live import LiveSource
 from draftsmith.train.schedule import Step
 
@@ -104,7 +102,7 @@ def run(
             planned = [Step(0, [[i % len(micro)]]) for i in turns]
             batches = forward.micro_batches(live, planned, Ranks())
         shapes = products_of(shape, tokens, anchors, anchors * (block_size - 1))
-        replay = _replay(shapes, device, dtype)
+        replay = replay_of(shapes, device, dtype)
 
         def step() -> train.Sums:
             sums = train.train_step(forward, batches, accumulate, 0, Ranks(), clip_norm=1.0)
@@ -245,44 +243,6 @@ def _target(
     packed = device.type == "cuda" and can_pack(kind) and has_kernels(kind)
     model = random_target(config, device, dtype)
     return StatesForward(model, taps, "none", dtype, row_tokens=tokens if packed else None)
-
-
-def products_of(
-    shape: DrafterShape, num_tokens: int, num_anchors: int, num_labels: int
-) -> list[tuple[int, int, int, bool, bool]]:
-    """(rows, in, out, towards the input?, towards the weight?) of a micro-batch's linear layers."""
-    H, inner, Q = shape.hidden_size, shape.intermediate_size, num_anchors * shape.block_size
-    heads, kv = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
-    layer = [(Q, H, heads), (Q, heads, H), (Q, H, inner), (Q, H, inner), (Q, inner, H)]
-    layer += [(rows, H, kv) for rows in (Q, num_tokens) for _ in "kv"]
-    out = [(*one, True, True) for one in layer * shape.num_layers]
-    out.append((num_tokens, len(shape.taps) * H, H, False, True))  # fc: features need no gradient
-    return [*out, (num_labels, H, shape.vocab_size, True, False)]  # the head is frozen
-
-
-def _replay(
-    products: list[tuple[int, int, int, bool, bool]], device: torch.device, dtype: torch.dtype
-) -> Callable[[], None]:
-    held: dict[tuple[int, int], Tensor] = {}
-    chunk = max(1, (1 << 30) // products[-1][2])  # logits are made a part at a time
-
-    def tensor(rows: int, columns: int) -> Tensor:
-        if (rows, columns) not in held:
-            held[rows, columns] = torch.randn(rows, columns, device=device, dtype=dtype)
-        return held[rows, columns]
-
-    def replay() -> None:
-        for rows, width, out, to_input, to_weight in products:
-            for first in range(0, rows, chunk):
-                part = min(chunk, rows - first)
-                x, weight, grad = tensor(part, width), tensor(out, width), tensor(part, out)
-                F.linear(x, weight)
-                if to_input:
-                    torch.mm(grad, weight)
-                if to_weight:
-                    torch.mm(grad.T, x)
-
-    return replay
 
 
 def _apart(

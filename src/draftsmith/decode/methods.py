@@ -132,7 +132,7 @@ def _drafters(cfg: RunConfig, target: PreTrainedModel, checkpoint: Path) -> dict
     ).share(*shared)
     twin = (
         DFlash(trained.shape)
-        .init_weights(cfg.seed)
+        .init_weights(cfg.train_seed)
         .to(**options)
         .eval()
         .requires_grad_(False)

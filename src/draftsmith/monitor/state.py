@@ -20,6 +20,7 @@ from typing import Any
 
 from draftsmith.core import Stopped, UserError
 from draftsmith.files import disk_errors, process_lives, remove_leftovers, write_json
+from draftsmith.monitor.failures import classify, errors
 
 WORKING = {
     "prepare": "PREPARING",
@@ -143,11 +144,18 @@ def event(root: Path, stage: str, kind: str, **fields: Any) -> None:
         file.write(json.dumps(record) + "\n")
 
 
+def _failure(cause: str, trace: str) -> dict[str, Any]:
+    """A cause with its kind and, where it does not say so itself, what to do."""
+    found = classify(first) if (first := next(iter(errors(trace)), None)) else classify(cause)
+    remedy = "" if cause.startswith("UserError") else found.remedy
+    return {"cause": cause, "trace": trace, "kind": found.kind, "remedy": remedy}
+
+
 def fail(root: Path, cause: str) -> None:
     """A run whose stages are done has failed all the same."""
     path = root / "state.json"
     if path.exists():
-        failure = {"cause": cause, "trace": ""}
+        failure = _failure(cause, "")
         write_json(path, {**json.loads(path.read_text()), "state": "FAILED", "failure": failure})
     event(root, "run", "failed", cause=cause, trace="")
 
@@ -180,7 +188,7 @@ def stage_report(root: Path, stage: str) -> Iterator[StageReport]:
             raise Stopped(f"{stage}; the same command goes on from what is finished") from None
         except BaseException as error:
             trace = "" if isinstance(error, UserError) else traceback.format_exc()
-            end = ("FAILED", {"cause": f"{type(error).__name__}: {error}", "trace": trace})
+            end = ("FAILED", _failure(f"{type(error).__name__}: {error}", trace))
             raise
         finally:
             stop.set()
@@ -219,10 +227,8 @@ def read(root: Path) -> dict[str, Any]:
         return state
     if not _works(root, state, worker):
         state["state"] = "FAILED"
-        state["failure"] = {
-            "cause": f"process {worker['pid']} died without a word (killed, or out of memory)",
-            "trace": "",
-        }
+        died = f"process {worker['pid']} died without a word (killed, or out of memory)"
+        state["failure"] = _failure(died, "")
     elif time.time() - state["progress_at"] > stall_after_s(loading=state["state"] == "LOADING"):
         state["state"] = "STALLED"
     return state
@@ -271,7 +277,8 @@ def line(state: dict[str, Any]) -> str:
         for gpu in state["gpus"]
     ]
     if state["failure"]:
-        parts.append(state["failure"]["cause"])
+        said = state["failure"]
+        parts.append(f"{said['kind']}: {said['cause']} {said['remedy']}".strip())
     return " | ".join(parts)
 
 

@@ -31,6 +31,7 @@ from draftsmith.ranks import Ranks, inside, joined, launch
 from draftsmith.target.load import device_of, inspect_target, load_tokenizer
 from draftsmith.target.taps import resolve_taps
 from draftsmith.train import checkpoints, guards
+from draftsmith.train.ceiling import products_of, seconds_of
 from draftsmith.train.loggers import Loggers
 from draftsmith.train.microbatch import Forward
 from draftsmith.train.schedule import Step, learning_rate, plan_steps, rows_of
@@ -95,7 +96,7 @@ def _run(cfg: RunConfig, ranks: Ranks) -> StageResult:
             return StageResult("train", str(out), skipped=True, summary=manifest["counts"])
         opened = open_source(cfg, tokens, list(shape.taps), inputs["source"], ranks)
         _check_anchors(opened.num_anchors)
-        steps = plan_steps(cfg.train, opened.source.lengths, opened.num_anchors, cfg.seed)
+        steps = plan_steps(cfg.train, opened.source.lengths, opened.num_anchors, cfg.train_seed)
         embedding, head, softcap = opened.shared
         drafter = first_weights(cfg, shape).to(embedding.device)
         half = torch.bfloat16 if embedding.device.type == "cuda" else torch.float32
@@ -163,7 +164,7 @@ def drafter_shape(cfg: RunConfig) -> DrafterShape:
 
 def first_weights(cfg: RunConfig, shape: DrafterShape) -> DFlash:
     """Random, or those of drafter.init_from."""
-    drafter = DFlash(shape).init_weights(cfg.seed)
+    drafter = DFlash(shape).init_weights(cfg.train_seed)
     if cfg.drafter.init_from:
         start = load_drafter(
             find_drafter(cfg.drafter.init_from), num_target_layers=shape.num_target_layers
@@ -247,6 +248,7 @@ def train(
     gradients, taps, last = guards.Gradients(), drafter.shape.taps, {}
     if begin == 0 and cfg.drafter.init_from:
         judge.before()
+    ceiling_s = _ceiling(cfg, drafter)
     batches = forward.micro_batches(opened.source, steps[begin:], ranks)
     if begin == 0:
         batches = guards.alive(batches, taps)
@@ -272,6 +274,7 @@ def train(
                 "lr": optimizer.param_groups[0]["lr"],
                 "tokens_per_s": tokens / took,
                 "data_wait": sums.waited_s / took,
+                **({"of_ceiling": rounds * ceiling_s / took} if ceiling_s else {}),
                 **_memory(device),
             }
             report.event("step", step=done, epoch=step.epoch, **last, survival=survival)
@@ -309,6 +312,16 @@ def prepare(
         fused=gpu,
     )  # fmt: skip
     return Forward(cfg, drafter, net, norm), optimizer
+
+
+def _ceiling(cfg: RunConfig, drafter: DFlash) -> float | None:
+    """Seconds of a full micro-batch's matrix products on this GPU, alone; on a CPU nobody waits for it."""
+    device, train = drafter.shared[0].device, cfg.train
+    if device.type != "cuda":
+        return None
+    labels = train.blocks_together * (drafter.shape.block_size - 1)
+    products = products_of(drafter.shape, train.micro_batch_tokens, train.blocks_together, labels)
+    return seconds_of(products, device, torch.bfloat16)
 
 
 def _memory(device: torch.device) -> dict[str, float]:

@@ -39,7 +39,7 @@ class Forward:
         batch = batch or self._nothing()
         drawn = [
             draw_anchors(
-                mask.numpy(), limit=cfg.train.anchors_per_sample, seed=cfg.seed, epoch=epoch,
+                mask.numpy(), limit=cfg.train.anchors_per_sample, seed=cfg.train_seed, epoch=epoch,
                 sample_id=i,
             )
             for mask, i in zip(

@@ -59,7 +59,7 @@ def open_source(
         chosen = _chosen(cfg, held_out)
         source = StoreSource(reader, train.sample_ids)
         shown = StoreSource(reader, [sample.sample_id for sample in chosen])
-        return Opened(source, train.num_anchors, shown, chosen, *_frozen(cfg))
+        return Opened(source, train.num_anchors, shown, chosen, *frozen_of(cfg))
     train.check_vocabulary(inspect_target(cfg.target).vocab_size)
     chosen = _chosen(cfg, held_out)
     engine = engine_of(cfg, inspect_target(cfg.target), places.at(cfg.store))
@@ -81,7 +81,7 @@ def _chosen(cfg: RunConfig, held_out: Samples) -> list[Sample]:
     return [held_out[i] for i in hashed[: cfg.train.verdict_prompts]]
 
 
-def _frozen(cfg: RunConfig) -> tuple[tuple[Tensor, Tensor, float], nn.Module | None]:
+def frozen_of(cfg: RunConfig) -> tuple[tuple[Tensor, Tensor, float], nn.Module | None]:
     """Of the target, the rest of which is dropped again."""
     model = load_outside(cfg.target.model_copy(update={"device": "cpu"}))
     embedding, head, softcap = unembed(model)

@@ -147,6 +147,15 @@ class Judge:
 
     def measure(self) -> dict[str, float]:
         """tau and, of the same drafter on another text's features, tau_shuffled."""
+        counted = torch.tensor(
+            [[r.tokens, r.rounds] for pair in self.texts().values() for r in pair]
+        )
+        sums = self._ranks.sum(counted.view(-1, 2, 2).sum(0))
+        own, other = (Rounds(*row) for row in sums.tolist())
+        return {"tau": own.tau, "tau_shuffled": other.tau}
+
+    def texts(self) -> dict[int, tuple[Rounds, Rounds]]:
+        """Of this rank's texts, by place: the walk with its own features and with another text's."""
         mine = list(range(self._ranks.rank, len(self._samples), self._ranks.count))
         jobs = list(self._jobs(mine))
         most = torch.tensor([len(jobs)])
@@ -160,16 +169,11 @@ class Judge:
                 if batch is not None:
                     kept = correct[:, 1:].cumprod(-1).sum(-1).tolist()
                     accepted.setdefault(i, ([], []))[which].extend(kept)
-        own, other = Rounds(), Rounds()
+        walks = {i: (Rounds(), Rounds()) for i in accepted}
         for i, lists in accepted.items():
-            for total, of_text in zip((own, other), lists, strict=True):
-                total.walk(of_text, *answer_of(self._samples[i]))
-        counted = torch.tensor([own.tokens, own.rounds, other.tokens, other.rounds])
-        tokens, count, other_tokens, other_count = self._ranks.sum(counted).tolist()
-        return {
-            "tau": Rounds(tokens, count).tau,
-            "tau_shuffled": Rounds(other_tokens, other_count).tau,
-        }
+            for walk, of_text in zip(walks[i], lists, strict=True):
+                walk.walk(of_text, *answer_of(self._samples[i]))
+        return walks
 
     def _jobs(self, mine: list[int]) -> Iterator[tuple[int, FeatureBatch, np.ndarray, Tensor]]:
         """Texts' anchors, so many together; and the features of another text, the one before."""
