@@ -19,6 +19,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
 
 
+@pytest.fixture(scope="module")
+def moto():
+    """An S3 server process."""
+    import s3_servers
+
+    server = s3_servers.moto()
+    yield server
+    server.kill()
+
+
 @pytest.fixture(scope="session")
 def extracted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the built-in target, done up to its features, for all workers. `runs.resume` copies it."""

@@ -5,11 +5,13 @@
 Synthetic chats of about 1k tokens, cut from the standard library's sources, with the built-in
 target's tokenizer (or --target). Prints one JSON object: wall and CPU seconds of each stage (of all its
 processes, and with the ten seconds that importing takes), the peak of their proportional set sizes
-together, `ratio_wall`: the whole stage's rate over `encode_batch`'s alone on all cores for some of the
-same texts, and `ratio`: the rate of a worker of `tokenize` over that of `encode_batch` (see `paired`).
+together, `ratio_wall`: the whole stage's rate, starting included, over `encode_batch`'s alone on all cores
+for some of the same texts, by turns, and `ratio`: the rate of a worker of `tokenize` over that of
+`encode_batch` (see `paired`).
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from draftsmith.target.load import eos_ids, load_tokenizer
 from draftsmith.tokenize import work
 from draftsmith.tokenize.work import Job, Rules
 
+LOOK_S, EVERY_S = 5.0, 60.0
 BUILTIN = Path(draftsmith.__file__).parent / "assets" / "tiny-hybrid"
 
 
@@ -71,16 +74,20 @@ def write(path: Path, samples: int, words_each: int) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def measured(args: list[str]) -> Took:
-    """A draftsmith command in a process of its own, looked at twice a second."""
-    begun, peak = time.perf_counter(), 0
+def measured(args: list[str], raw: Callable[[], float] | None = None) -> tuple[Took, list[float]]:
+    """A draftsmith command in a process of its own, looked at every few seconds (to look costs it time).
+    With `raw`, it stands still every minute while that runs, so that both meet the same machine; the
+    pauses do not count.
+    """
+    begun, peak, paused, found = time.perf_counter(), 0, 0.0, []
     cpu_s: dict[int, float] = {}  # by process: the workers are no children of ours, to wait for
     process = psutil.Popen(
         [sys.executable, "-m", "draftsmith.cli", *args], stdout=subprocess.DEVNULL
     )
+    turn = time.perf_counter() + EVERY_S
     while process.poll() is None:
-        total = 0
-        for one in [process, *process.children(recursive=True)]:
+        total, all_ = 0, [process, *process.children(recursive=True)]
+        for one in all_:
             try:
                 total += one.memory_full_info().pss
                 used = one.cpu_times()
@@ -88,22 +95,42 @@ def measured(args: list[str]) -> Took:
                 continue  # it ended meanwhile
             cpu_s[one.pid] = used.user + used.system
         peak = max(peak, total)
-        time.sleep(0.5)
+        if raw is not None and time.perf_counter() > turn:
+            stopped = time.perf_counter()
+            for one in all_:
+                with contextlib.suppress(psutil.Error):
+                    one.suspend()
+            found.append(raw())
+            for one in all_:
+                with contextlib.suppress(psutil.Error):
+                    one.resume()
+            paused += time.perf_counter() - stopped
+            turn = time.perf_counter() + EVERY_S
+        with contextlib.suppress(psutil.TimeoutExpired):
+            process.wait(LOOK_S)
     assert process.returncode == 0, args
-    return Took(time.perf_counter() - begun, sum(cpu_s.values()), peak / 1e9)
+    wall = time.perf_counter() - begun - paused
+    return Took(wall, sum(cpu_s.values()), peak / 1e9), found
 
 
-def raw_rate(config: Path) -> float:
-    """Tokens a second, by the wall, of `encode_batch` alone on all cores for the first chats."""
+def raw_rate(config: Path) -> Callable[[], float]:
+    """Tokens a second, by the wall, of `encode_batch` alone on all cores for some of the chats."""
     cfg = configfile.load(config)
     tokenizer = load_tokenizer(cfg.target)
-    tokens, took = 0, 0.0
-    for _, texts in some_texts(cfg.root / "data" / "conversations", tokenizer, 20):
+    texts = [
+        text
+        for _, some in some_texts(cfg.root / "data" / "conversations", tokenizer, 4)
+        for text in some
+    ]
+    backend = tokenizer.backend_tokenizer
+    tokens = sum(map(len, backend.encode_batch(texts, add_special_tokens=False)))
+
+    def rate() -> float:
         begun = time.perf_counter()
-        made = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-        took += time.perf_counter() - begun
-        tokens += sum(map(len, made))
-    return tokens / took
+        backend.encode_batch(texts, add_special_tokens=False)
+        return tokens / (time.perf_counter() - begun)
+
+    return rate
 
 
 def paired(config: Path, rounds: int) -> list[float]:
@@ -160,12 +187,14 @@ def main() -> None:
     path.write_text(yaml.safe_dump(config))
     said: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "samples": args.samples}
     for stage in ("prepare", "tokenize"):
-        took = measured([stage, str(path)])
+        raw = raw_rate(path) if stage == "tokenize" else None
+        took, found = measured([stage, str(path)], raw)
         said |= {f"{stage}_{name}": round(value, 2) for name, value in asdict(took).items()}
     counts = json.loads((run / "data/tokens/manifest.json").read_text())["counts"]
     said["tokens_per_s"] = round(counts["tokens"] / said["tokenize_wall_s"])
-    raw = raw_rate(path)
-    said |= {"raw_tokens_per_s": round(raw), "ratio_wall": round(said["tokens_per_s"] / raw, 3)}
+    if found:
+        raw = statistics.median(found)
+        said |= {"raw_tokens_per_s": round(raw), "ratio_wall": round(said["tokens_per_s"] / raw, 3)}
     ratios = sorted(paired(path, args.rounds))
     said["ratio"] = {
         "median": round(statistics.median(ratios), 3),

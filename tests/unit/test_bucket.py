@@ -19,13 +19,6 @@ from stores import features, inputs, write_store
 WHERE = f"s3://{BUCKET}/runs/a"
 
 
-@pytest.fixture(scope="module")
-def moto():
-    server = s3_servers.moto()
-    yield server
-    server.kill()
-
-
 @pytest.mark.parametrize("codec", ["none", "lossless", "fp8"])
 def test_a_store_on_s3_is_the_local_store(moto, monkeypatch, tmp_path, codec):
     s3_servers.use(monkeypatch, moto.url)
