@@ -213,7 +213,8 @@ class FeaturesConfig(_Model):
     """Where the store is: a folder or s3://bucket/prefix; null: RUN/features."""
     max_bytes: Annotated[int, Field(ge=1)] | None = None
     """Bound on the store's size. store: what fits is a random share of the samples, and training uses
-    those. live: what fits is written in the first epoch and read in the later ones.
+    those. live: what fits is written in the first epoch and read in the later ones. auto: live, unless
+    all fit.
     """
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the stored states."""

@@ -15,23 +15,30 @@ class Choice:
 
 
 def choose_source(
-    sizes: dict[str, int], codec: str, *, room_bytes: int | None, place: str
+    sizes: dict[str, int],
+    codec: str,
+    *,
+    room_bytes: int | None,
+    place: str,
+    max_bytes: int | None = None,
 ) -> Choice:
     """The store when the features of this codec fit where they would go, else live.
 
     `sizes`: bytes still to be written for each codec. `room_bytes`: what is free there; None: not
-    bounded, as on S3.
+    bounded, as on S3. `max_bytes`: what the configuration allows.
     """
-    need = sizes[codec]
+    need, free = sizes[codec], f"free at {place}"
+    if max_bytes is not None and (room_bytes is None or max_bytes < room_bytes):
+        room_bytes, free = max_bytes, "that features.max_bytes allows"
     if room_bytes is None:
         return Choice("store", f"{amount(need)} of features (codec {codec}) go to {place}")
     if need <= room_bytes:
         return Choice(
             "store",
-            f"{amount(need)} of features (codec {codec}) fit the {amount(room_bytes)} free at {place}",
+            f"{amount(need)} of features (codec {codec}) fit the {amount(room_bytes)} {free}",
         )
     others = {name: size for name, size in sizes.items() if name != codec and size <= room_bytes}
-    text = f"{amount(need)} of features (codec {codec}) do not fit the {amount(room_bytes)} free at {place}"
+    text = f"{amount(need)} of features (codec {codec}) do not fit the {amount(room_bytes)} {free}"
     if others:
         fits = ", ".join(f"extract.codec: {name} ({amount(size)})" for name, size in others.items())
         return Choice("live", f"{text}; {fits} would")

@@ -75,7 +75,7 @@ def test_write_through_goes_on_after_a_kill_and_stops_for_good_when_full(tmp_pat
 def test_extraction_stops_at_the_budget_and_training_uses_what_fitted(tmp_path, monkeypatch):
     limit = 1_600_000
     keys = {"features.max_bytes": limit, "extract.tokens_per_batch": 128}
-    keys |= {"extract.shard_bytes": 300_000, "train.max_steps": 3}
+    keys |= {"extract.shard_bytes": 300_000, "train.max_steps": 3, "features.source": "store"}
     path = write_config(tmp_path, prompts=30, regenerate={"enabled": False})
     answered = []
     for line in (tmp_path / "prompts.jsonl").read_text().splitlines():

@@ -205,10 +205,13 @@ def _choice(cfg: RunConfig, info: TargetInfo, taps: list[int], work: _Work, stor
     if begun is not None and "source" in begun["inputs"]:
         return Choice(begun["inputs"]["source"], "training was begun with it")
     sizes = feature_bytes(cfg, info, len(taps), work.tokens_to_come)
-    if cfg.features.max_bytes is not None:
-        sizes = {codec: min(size, cfg.features.max_bytes) for codec, size in sizes.items()}
-    room = store.free_bytes()
-    choice = choose_source(sizes, cfg.extract.codec, room_bytes=room, place=str(store))
+    room, bound = store.free_bytes(), cfg.features.max_bytes
+    if bound is not None and said == "store":
+        sizes = {codec: min(size, bound) for codec, size in sizes.items()}
+        bound = None
+    # with a bound, auto leaves no sample out: it takes live, and keeps what fits
+    place = str(store)
+    choice = choose_source(sizes, cfg.extract.codec, room_bytes=room, place=place, max_bytes=bound)
     if choice.source == "live" and (said == "store" or cfg.extract.files is not None):
         raise UserError(
             where=f"features.source: {said}",

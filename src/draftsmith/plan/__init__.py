@@ -94,7 +94,10 @@ def decide(cfg: RunConfig, stored: dict[str, int], room_bytes: float | None) -> 
     if described and described["complete"]:
         return Choice("store", f"there is a complete one at {cfg.store}")
     room = None if room_bytes is None else int(room_bytes)
-    return choose_source(stored, cfg.extract.codec, room_bytes=room, place=cfg.store)
+    bound = cfg.features.max_bytes
+    return choose_source(
+        stored, cfg.extract.codec, room_bytes=room, place=cfg.store, max_bytes=bound
+    )
 
 
 def _with_target(cfg: RunConfig, target: str | None) -> RunConfig:

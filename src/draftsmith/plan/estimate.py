@@ -21,7 +21,7 @@ from draftsmith.target.load import TargetInfo
 RESERVED_BYTES = 2e9
 """A GPU's context, workspaces and the allocator's slack: assumed."""
 USABLE = 0.95
-SMALLEST_BATCH = 256
+SMALLEST_ROW = 1024
 ADAM = 16
 """Bytes a parameter in training: fp32 weights, gradients, two moments."""
 
@@ -147,15 +147,30 @@ def train(job: Job, source: str) -> Stage:
         reading = stored / 1e6 / job.rate("disk_read_mb_s") * epochs
         if reading > seconds:
             seconds, note = reading, "the disk's reading decides"
-    asked = job.cfg.train.micro_batch_tokens
-    memory, room = training_memory(job, source, asked), job.machine.memory_bytes * USABLE
+    memory, room = training_memory(job, source, job.cfg), job.machine.memory_bytes * USABLE
     if memory > room:
-        batch = asked
-        while batch > SMALLEST_BATCH and training_memory(job, source, batch) > room:
-            batch //= 2
-        fits = training_memory(job, source, batch) <= room
-        note = f"train.micro_batch_tokens: {batch} fits" if fits else "does not fit at any batch"
+        note = _what_fits(job, source, room)
     return Stage(f"train ({source})", seconds / 3600, memory, note)
+
+
+def _what_fits(job: Job, source: str, room: float) -> str:
+    """Settings that change no number of the training: FSDP2, activations made again, and for live shorter
+    rows of the target.
+    """
+    rows = [job.cfg.extract.tokens_per_batch]
+    while source == "live" and rows[-1] // 2 >= SMALLEST_ROW:
+        rows.append(rows[-1] // 2)
+    for parallel, recompute in (("ddp", False), ("fsdp", False), ("fsdp", True)):
+        for row in rows:
+            train = job.cfg.train.model_copy(update={"parallel": parallel, "recompute": recompute})
+            extract = job.cfg.extract.model_copy(update={"tokens_per_batch": row})
+            cfg = job.cfg.model_copy(update={"train": train, "extract": extract})
+            if training_memory(job, source, cfg) <= room:
+                said = [f"train.parallel: {parallel}"] if parallel == "fsdp" else []
+                said += ["train.recompute: true"] if recompute else []
+                said += [f"extract.tokens_per_batch: {row}"] if row != rows[0] else []
+                return " and ".join(said) + (" fit" if len(said) > 1 else " fits")
+    return "does not fit with any setting"
 
 
 def _drafter_seconds(job: Job) -> float:
@@ -166,9 +181,7 @@ def _drafter_seconds(job: Job) -> float:
 
 
 def _drafter_flops(job: Job) -> float:
-    """Of one epoch, backward included. The features need no gradient; lm_head is frozen, and its
-    logits are made twice.
-    """
+    """Of one epoch, backward included. The features need no gradient, and the frozen lm_head none."""
     s, H = job.shape, job.info.hidden_size
     keys_values = 2 * H * 2 * s.num_key_value_heads * s.head_dim * s.num_layers
     context = job.work.tokens * (2 * 2 * job.fuse_params + 3 * keys_values)
@@ -176,57 +189,50 @@ def _drafter_flops(job: Job) -> float:
     seen = job.work.mean_tokens / 2 + s.block_size
     attention = 4 * s.num_attention_heads * s.head_dim * seen * s.num_layers
     head = 2 * H * job.info.vocab_size * (s.block_size - 1) / s.block_size
-    return context + slots * 3 * (2 * job.layer_params + attention + head)
+    return context + slots * (3 * (2 * job.layer_params + attention) + 2 * head)
 
 
-def training_memory(job: Job, source: str, micro_batch_tokens: int) -> float:
-    """Bytes on one GPU at the peak of a step; the drafter's state is sharded over the GPUs."""
-    P, s, G = job.params, job.shape, job.machine.replicas
+def training_memory(job: Job, source: str, cfg: RunConfig) -> float:
+    """Bytes on one GPU at the peak of a step. With FSDP2 the drafter's state is shared out."""
+    P, s, train = job.params, job.shape, cfg.train
     H, V = job.info.hidden_size, job.info.vocab_size
-    samples = max(1.0, micro_batch_tokens / job.work.mean_tokens)
-    context = max(micro_batch_tokens, job.work.mean_tokens)
-    slots = samples * job.work.anchors / job.work.samples * s.block_size
-    head = job.target.head or job.target.embedding
-    tables = (job.target.embedding + job.target.head) * (job.element if source == "live" else 4)
+    G = job.machine.replicas if train.parallel == "fsdp" else 1
+    context = max(train.micro_batch_tokens, job.work.mean_tokens)
+    slots = train.blocks_together * s.block_size
+    tables = (job.target.embedding + job.target.head) * job.element
     states = ADAM * P / G + 2 * P
-    batch = context * len(s.taps) * H * (4 + 2)
-    kept = kept_bytes(s, samples, context / samples, slots / samples)
-    logits = min(CHUNK_LOGITS, slots * V) * (2 + 3 * 4) + 2 * head
+    batch = context * len(s.taps) * H * job.element
+    kept = kept_bytes(s, context, slots, recompute=train.recompute)
+    logits = min(CHUNK_LOGITS, slots * V) * (2 + 4 + 2) + 2 * slots * H * 2
     total = tables + states + batch + kept + logits + RESERVED_BYTES
     if source == "live":
         layers = job.target.cut_params(job.depth) - job.target.embedding
-        total += layers * job.element + _activations(job, micro_batch_tokens)
+        total += layers * job.element + _activations(job, cfg.extract.tokens_per_batch)
     return total
 
 
-def kept_bytes(s: DrafterShape, samples: float, context: float, slots: float) -> float:
-    """What the backward pass of `samples` samples needs, of `context` tokens and `slots` block slots
-    each: per slot and layer, per context token, and the masks, which attention widens to bf16 in
-    every layer.
+def kept_bytes(s: DrafterShape, context: float, slots: float, *, recompute: bool = False) -> float:
+    """What the backward pass of a row needs, of `context` tokens and `slots` block slots; `recompute`:
+    each layer's input, and one layer whole. FlexAttention's mask is one of tiles, and counts as nothing.
     """
-    masks = slots * (context + slots) * (1 + 2 * s.num_layers)
-    return samples * (slots * slot_bytes(s) + context * context_bytes(s) + masks)
+    layers = slots * slot_bytes(s) / (s.num_layers if recompute else 1)
+    inputs = slots * s.num_layers * 2 * s.hidden_size if recompute else 0.0
+    return layers + inputs + context * context_bytes(s)
 
 
 def slot_bytes(s: DrafterShape) -> int:
-    """One block slot, all layers: bf16 products over an fp32 residual stream (autocast). In a layer
-    two norms and two residuals, five casts, queries, keys and values of the block, the attention's
-    output, and gate, up, silu and product of the MLP. cos and sin once.
+    """One block slot, all layers, in bf16, each operation by itself (layers that are compiled keep less). In
+    a layer: two norms, their inputs widened to fp32 and their outputs; queries, keys and values of the
+    block through norm and rotation, the attention's output; gate, up, silu and product of the MLP.
     """
-    H, inner = s.hidden_size, s.intermediate_size
     queries, keys = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
-    residual = 4 * 4 * H + 5 * 2 * H
-    attention = (4 + 2 + 2 + 2) * queries + (4 + 2 + 2 + 2) * keys
-    return s.num_layers * (residual + attention + 4 * 2 * inner) + 2 * 4 * s.head_dim
+    layer = 16 * s.hidden_size + 10 * queries + 10 * keys + 8 * s.intermediate_size
+    return s.num_layers * layer + 3 * s.hidden_size
 
 
 def context_bytes(s: DrafterShape) -> int:
-    """One context token: the fused state and its norm; in every layer two casts of it, keys and values; cos and
-    sin once.
-    """
-    keys = s.num_key_value_heads * s.head_dim
-    layer = 2 * 2 * s.hidden_size + 10 * keys
-    return (4 + 2) * s.hidden_size + s.num_layers * layer + 2 * 4 * s.head_dim
+    """One context token: the fused state and its norm; in every layer keys and values."""
+    return 9 * s.hidden_size + s.num_layers * 10 * s.num_key_value_heads * s.head_dim
 
 
 def evaluate(job: Job) -> Stage:
