@@ -26,8 +26,8 @@ AHEAD, THREADS = 4, 2
 @dataclass(frozen=True)
 class FeatureBatch:
     """A micro-batch, its samples end to end: hidden [N, taps, H], input_ids [N], loss_mask [N]; in
-    `extra` final [N, H] or argmax [N] where they are kept. Ids and mask stay on the CPU, where blocks
-    are made of them. `copied`: what must have happened before hidden's memory is filled again.
+    `extra` final [N, H] or argmax [N] where they are kept. Ids, mask and argmax stay on the CPU, where
+    blocks are made of them. `copied`: what must have happened before hidden's memory is filled again.
     """
 
     sample_ids: list[int]
@@ -47,8 +47,9 @@ class FeatureBatch:
         """States on the device, in `dtype`, which they get there: in one step torch would widen them
         before the copy, and wait.
         """
-        hidden = self.hidden.to(device, non_blocking=True)
-        extra = {name: x.to(device, non_blocking=True) for name, x in self.extra.items()}
+        hidden, extra = self.hidden.to(device, non_blocking=True), dict(self.extra)
+        if "final" in extra:
+            extra["final"] = extra["final"].to(device, non_blocking=True)
         if device.type == "cuda":
             copied = torch.cuda.Event()
             copied.record()

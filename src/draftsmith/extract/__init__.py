@@ -119,11 +119,16 @@ def _work_of(
 
 def source_of(cfg: RunConfig) -> Literal["store", "live"]:
     """Where training gets its features from: as configured; auto: as training was begun, else the store
-    where it is complete or fits. Raises UserError for a store that does not fit.
+    where it is complete or fits.
     """
-    store = places.at(cfg.store)
-    if cfg.features.source == "auto" and is_finished(cfg):
+    if cfg.features.source != "auto":
+        return cfg.features.source
+    begun = manifests.read(cfg.root / "checkpoints")
+    if begun is not None and "source" in begun["inputs"]:
+        return begun["inputs"]["source"]
+    if is_finished(cfg):
         return "store"
+    store = places.at(cfg.store)
     info = inspect_target(cfg.target)
     taps, tokens = resolve_taps(cfg.features, info.num_layers), tokenize_stage.finished(cfg)
     work = _work_of(cfg, info, taps, tokens, engine_of(cfg, info, store))
