@@ -37,7 +37,8 @@ SERVER = """
 (EngineCore pid=412) ERROR 11-29 10:11:12 [core.py:1001] EngineCore failed to start.
 (EngineCore pid=412) ERROR 11-29 10:11:12 [core.py:1001] Traceback (most recent call last):
 (EngineCore pid=412) ERROR 11-29 10:11:12 [core.py:1001]   File "kv_cache_utils.py", line 1, in unify
-(EngineCore pid=412) ERROR 11-29 10:11:12 [core.py:9] ValueError: Hybrid KV cache manager is disabled but failed to convert the KV cache
+(EngineCore pid=412) ERROR 11-29 10:11:12 [core.py:9] ValueError: Hybrid KV cache manager is \
+disabled but failed to convert the KV cache
 (APIServer pid=7) Traceback (most recent call last):
 (APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
 """
