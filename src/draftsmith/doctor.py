@@ -202,8 +202,8 @@ def _folder(cfg: RunConfig) -> Iterator[Line]:
     near = cfg.root.absolute()
     while not near.exists():
         near = near.parent
-    if not os.access(near, os.W_OK):
-        yield Line("run", "problem", f"{near} cannot be written", "Choose another `run:`.")
+    if not near.is_dir() or not os.access(near, os.W_OK):
+        yield Line("run", "problem", f"{near} is no folder to write in", "Choose another `run:`.")
     shared = Path("/dev/shm")
     if shared.exists() and (free := shutil.disk_usage(shared).free) < SHARED_MEMORY:
         yield Line(

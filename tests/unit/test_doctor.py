@@ -33,7 +33,7 @@ def test_each_mistake_is_a_line_and_the_rest_go_on(tmp_path, capsys):
     code, said = findings(
         capsys, write_config(tmp_path), "--prepare.sources", "[{path: nowhere.jsonl}]",
         "--features.taps", "[1, 99]", "--tokenize.template_kwargs", "{enable_thinking: false}",
-        "--run", "/proc/run",
+        "--run", tmp_path / "config.yaml" / "run",
     )  # fmt: skip
     assert code == 1
     assert said["nowhere.jsonl"]["level"] == "problem"

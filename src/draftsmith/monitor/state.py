@@ -148,7 +148,7 @@ def _failure(cause: str, trace: str) -> dict[str, Any]:
     """A cause with its kind and, where it does not say so itself, what to do."""
     found = classify(first) if (first := next(iter(errors(trace)), None)) else classify(cause)
     remedy = "" if cause.startswith("UserError") else found.remedy
-    return {"cause": cause, "trace": trace, "kind": found.kind, "remedy": remedy}
+    return {"cause": cause, "trace": trace, "category": found.kind, "remedy": remedy}
 
 
 def fail(root: Path, cause: str) -> None:
@@ -278,7 +278,7 @@ def line(state: dict[str, Any]) -> str:
     ]
     if state["failure"]:
         said = state["failure"]
-        parts.append(f"{said['kind']}: {said['cause']} {said['remedy']}".strip())
+        parts.append(f"{said['category']}: {said['cause']} {said['remedy']}".strip())
     return " | ".join(parts)
 
 
