@@ -44,7 +44,8 @@ def check(location):
 
 def start(location, writer):
     path = Path(__file__).parents[1]
-    env = {**environment(), "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{path}"}
+    found = filter(None, [os.environ.get("PYTHONPATH"), str(path)])
+    env = {**environment(), "PYTHONPATH": os.pathsep.join(found)}
     process = subprocess.Popen(
         [sys.executable, str(path / "store_writer.py"), str(location), str(writer)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env,
