@@ -19,6 +19,8 @@ from draftsmith.store.buffers import Buffers
 from draftsmith.store.reader import StoreReader
 from draftsmith.target.rows import plan_packed_rows
 
+EXTRA: dict[str, tuple[str, ...]] = {"none": (), "state": ("final",), "argmax": ("argmax",)}
+"""What `features.final` adds to a sample's tensors."""
 AHEAD, THREADS = 4, 2
 """Micro-batches read ahead of the trainer, and the threads that read and unpack them."""
 
@@ -90,7 +92,7 @@ class StoreSource:
         self.sample_ids = sample_ids
         self.lengths = [self.reader.length(i) for i in sample_ids]
         final = self.reader.manifest["inputs"].get("final", "none")
-        self._extra = {"none": (), "state": ("final",), "argmax": ("argmax",)}[final]
+        self._extra = EXTRA[final]
 
     def batch(self, row: list[int], buffers: Buffers | None = None) -> FeatureBatch:
         """Read one micro-batch, the states straight into their places."""

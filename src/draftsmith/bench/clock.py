@@ -1,4 +1,4 @@
-"""How long work takes on a device, and where a GPU's time goes."""
+"""How long work takes on a device, where a GPU's time goes, and a table of it."""
 
 import time
 from collections import defaultdict
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch.profiler import profile
 
 KINDS = {  # kernels by what their names say
@@ -67,3 +69,14 @@ def _kind(name: str) -> str:
         if any(word in low for word in words):
             return kind
     return "other elementwise"
+
+
+def two_columns(title: str, rows: list[tuple[str, str]]) -> str:
+    """Names and values, as text."""
+    grid = Table(title=title, show_header=False)
+    for row in rows:
+        grid.add_row(*row)
+    console = Console(width=110)
+    with console.capture() as text:
+        console.print(grid)
+    return text.get()

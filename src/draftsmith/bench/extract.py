@@ -18,13 +18,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from draftsmith import places
-from draftsmith.bench.clock import time_of, wait_for, where_time_goes
+from draftsmith.bench.clock import time_of, two_columns, wait_for, where_time_goes
 from draftsmith.bench.models import BUILT_IN, config_of, random_target
 from draftsmith.config import Codec
 from draftsmith.core import Sample, UserError
@@ -254,10 +252,4 @@ def _table(result: dict[str, Any]) -> str:
         f"{result['model']}, {result['rows']} rows of {result['row_tokens']:,} tokens, median "
         f"{result['median_tokens']}, {result['device']}"
     )
-    grid = Table(title=title, show_header=False)
-    for row in rows:
-        grid.add_row(*row)
-    console = Console(width=110)
-    with console.capture() as text:
-        console.print(grid)
-    return text.get()
+    return two_columns(title, rows)

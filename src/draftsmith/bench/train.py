@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from draftsmith import manifest as manifests
 from draftsmith import places, train
-from draftsmith.bench.clock import time_of, wait_for, where_time_goes
+from draftsmith.bench.clock import time_of, two_columns, wait_for, where_time_goes
 from draftsmith.bench.models import BUILT_IN, config_of, random_target
 from draftsmith.config import RunConfig
 from draftsmith.core import Sample, UserError
@@ -294,10 +292,4 @@ def _table(result: dict[str, Any]) -> str:
         f"{result['accumulate']} x {result['tokens']:,} tokens with {result['anchors']} anchors, "
         f"source {result['source']}, {result['device']}"
     )
-    grid = Table(title=title, show_header=False)
-    for row in rows:
-        grid.add_row(*row)
-    console = Console(width=110)
-    with console.capture() as text:
-        console.print(grid)
-    return text.get()
+    return two_columns(title, rows)

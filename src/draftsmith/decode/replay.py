@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from draftsmith.decode.propose import DraftProposer
+from draftsmith.decode.propose import DraftProposer, Proposer
 from draftsmith.decode.tree import Draft
 from draftsmith.drafter.model import DFlash
 
@@ -32,8 +32,13 @@ def replay(
     """What greedy decoding would have accepted on the greedy text `ids` (prompt, then answer), given
     the target's features of it. Drafts beyond the text's end count as rejected.
     """
+    return replay_of(DraftProposer(drafter, tree_budget=tree_budget), ids, num_prompt, features_nKH)
+
+
+def replay_of(proposer: Proposer, ids: list[int], num_prompt: int, features_nKH: Tensor) -> Replay:
+    """The same of any proposer that has seen nothing yet."""
     assert len(features_nKH) >= len(ids) - 1, "features of every token but the last"
-    proposer, out = DraftProposer(drafter, tree_budget=tree_budget), Replay()
+    out = Replay()
     proposer.extend(ids[:num_prompt], features_nKH[:num_prompt])
     anchor = num_prompt  # emitted by the prefill, not committed
     while anchor < len(ids) - 1:

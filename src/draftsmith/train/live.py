@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.core import Sample
-from draftsmith.features import FeatureBatch
+from draftsmith.features import EXTRA, FeatureBatch
 from draftsmith.store.reader import StoreReader
 from draftsmith.store.writer import WriteThrough
 from draftsmith.target.forward import StatesForward, check_peaks
@@ -83,7 +83,7 @@ class LiveSource:
 
     def _read(self, position: int) -> States:
         sample_id = self.sample_ids[position]
-        names = {"none": (), "state": ("final",), "argmax": ("argmax",)}[self._forward.final]
+        names = EXTRA[self._forward.final]
         tensors = self._reader_of[sample_id].read(sample_id, ("hidden", *names))
         device = self._forward.model.device
         return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}

@@ -19,6 +19,7 @@ from torch import Tensor
 from draftsmith import files
 from draftsmith.core import Sample
 from draftsmith.decode.propose import LookupProposer
+from draftsmith.decode.replay import replay_of
 from draftsmith.features import FeatureBatch, Source
 from draftsmith.monitor.state import Report
 from draftsmith.ranks import Ranks
@@ -69,21 +70,11 @@ def lookup_tau(samples: Sequence[Sample], block_size: int) -> float:
     """Prompt lookup on the same texts."""
     rounds = Rounds()
     for sample in samples:
-        ids, (first, end) = sample.input_ids, answer_of(sample)
-        proposer, anchor = LookupProposer(block_size - 1), first
-        proposer.extend(ids[:first], torch.empty(0))
-        while anchor < end - 1:
-            drafted = proposer.propose(ids[anchor]).tokens[1:]
-            accepted = 0
-            while accepted < len(drafted) and anchor + 1 + accepted < end:
-                if drafted[accepted] != ids[anchor + 1 + accepted]:
-                    break
-                accepted += 1
-            count = min(accepted + 1, end - 1 - anchor)
-            proposer.extend(ids[anchor : anchor + count], torch.empty(0))
-            anchor, rounds.tokens, rounds.rounds = (
-                anchor + count, rounds.tokens + count, rounds.rounds + 1,
-            )  # fmt: skip
+        first, end = answer_of(sample)
+        nothing = torch.empty(end, 0)  # it looks at tokens alone
+        walked = replay_of(LookupProposer(block_size - 1), sample.input_ids[:end], first, nothing)
+        rounds.tokens += sum(walked.emitted)
+        rounds.rounds += len(walked.emitted)
     return rounds.tau
 
 
