@@ -34,10 +34,12 @@ def server(tmp_path, monkeypatch):
 
 
 def config_in(folder, **sections):
+    """Long in training: a checkpoint must have reached the mirror while it goes on, on any machine."""
     folder.mkdir(exist_ok=True)
     return write_config(
         folder,
         prompts=24,
+        train={"epochs": 8, "verdict_prompts": 1},
         evaluate={"methods": ["ar", "chain"], "max_prompts": 2, "max_new_tokens": 12},
         **sections,
     )
