@@ -7,27 +7,17 @@ Exit codes: 0 good, 1 failed or a fault found, 2 wrong use, 3 stalled, 4 stopped
 import argparse
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from draftsmith import __version__
+from draftsmith import options
 from draftsmith.core import FaultFound, Stopped, UserError
 from draftsmith.signals import sigterm_unwinds
 
 GOOD, FAILED, WRONG_USE, STALLED, STOPPED = range(5)
-STAGES = {
-    "prepare": "read conversations, drop duplicates, split by prompt",
-    "regenerate": "replace answers by the target's own",
-    "tokenize": "chat template and loss mask",
-    "extract": "the target's states at the taps, into the store",
-    "train": "train the drafter",
-    "evaluate": "measure acceptance on held-out prompts",
-    "export": "write the checkpoint that vLLM and SGLang load",
-}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,55 +39,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _dispatch(args: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="draftsmith", description="Make and prove a DFlash drafter for a language model."
-    )
-    parser.add_argument("--version", action="version", version=f"draftsmith {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    demo = commands.add_parser(
-        "demo", help="the whole pipeline on the built-in tiny hybrid, on a CPU, in minutes"
-    )
-    demo.add_argument("--run", default="runs/demo", help="the run's folder (default: runs/demo)")
-    for name, text in {"run": "all stages, finished ones skipped", **STAGES}.items():
-        stage = commands.add_parser(name, help=text, add_help=False)
-        stage.add_argument("-h", "--help", action="store_true")
-    status = commands.add_parser("status", help="one line: state, stage, progress, ETA")
-    status.add_argument("run", type=Path, help="the run's folder")
-    status.add_argument("--json", action="store_true", help="state.json, as it holds now")
-    _add_plan(commands)
-    doctor = commands.add_parser("doctor", help="what will work here, before weights are loaded")
-    doctor.add_argument("--json", action="store_true")
-    _add_inspect(commands)
-    _add_server_commands(commands)
-    _add_bench(commands)
-    export = commands.add_parser(
-        "export-features", help="a feature store as the data folder of `speculators train`"
-    )
-    export.add_argument("store", help="RUN/features, a folder, or s3://bucket/prefix")
-    export.add_argument("out", type=Path, help="a new folder")
-    export.add_argument("--fp8", action="store_true", help="8-bit files, as hs-connectors writes")
+    parser = options.parser()
     known, rest = parser.parse_known_args(args)
-    if known.command == "serve-check":
+    plain = {
+        "serve-check": _serve_check, "verify": _verify, "inspect": _inspect, "bench": _bench, "status": _status,
+        "stop": _stop, "watch": _watch, "export-features": _export_features,
+    }  # fmt: skip
+    if known.command in plain:
         _no_more(parser, rest)
-        return _serve_check(known)
-    if known.command == "verify":
-        _no_more(parser, rest)
-        return _verify(known)
-    if known.command == "inspect":
-        _no_more(parser, rest)
-        return _inspect(known)
-    if known.command == "bench":
-        _no_more(parser, rest)
-        return _bench(known)
-    if known.command == "status":
-        _no_more(parser, rest)
-        return _status(known.run, known.json)
-    if known.command == "export-features":
-        _no_more(parser, rest)
-        from draftsmith import export_features
-
-        export_features.run(known.store, known.out, fp8=known.fp8)
-        return GOOD
+        return plain[known.command](known)
     if known.command == "plan":
         return _plan(known, rest)
     if known.command == "doctor":
@@ -116,32 +66,24 @@ def _dispatch(args: list[str]) -> int:
     from draftsmith import configfile
 
     cfg = configfile.load(Path(paths[0]), overrides)  # a typo is told before torch is imported
+    if known.command == "run" and cfg.supervise.enabled:
+        return _run(cfg, [word for word in args if word != "--detach"], detach=known.detach)
     from draftsmith import pipeline
 
     pipeline.run(cfg, None if known.command == "run" else [known.command])
     return GOOD
 
 
-def _add_plan(commands: Any) -> None:
-    plan = commands.add_parser(
-        "plan",
-        allow_abbrev=False,
-        help="bytes, hours and GPU memory of each stage, and the feature source that auto takes",
-    )
-    plan.add_argument(
-        "--samples", type=_amount, metavar="N", help="such as 913K; default: the run's"
-    )
-    plan.add_argument("--tokens", type=_amount, metavar="N", help="of all samples, such as 913M")
-    plan.add_argument("--gpus", type=_count, metavar="N", help="default: those here; 0: the CPU")
-    plan.add_argument("--gpu-memory", type=_amount, metavar="BYTES", help="of one, such as 96GB")
-    plan.add_argument("--disk", type=_amount, metavar="BYTES", help="free for features")
-    plan.add_argument("--rates", type=Path, metavar="FILE", help="measured rates; docs/plan.md")
-    plan.add_argument(
-        "--target",
-        metavar="NAME",
-        help="a folder with its config.json, or the built-in qwen3.6-27b",
-    )
-    plan.add_argument("--json", action="store_true")
+def _run(cfg: Any, words: list[str], *, detach: bool) -> int:
+    from draftsmith import background, supervise
+
+    if supervise.is_worker():
+        from draftsmith import pipeline
+
+        supervise.begin_worker(cfg.root)
+        pipeline.run(cfg)
+        return GOOD
+    return background.detach(cfg.root, words) if detach else supervise.run(cfg, words)
 
 
 def _plan(known: argparse.Namespace, rest: list[str]) -> int:
@@ -178,15 +120,6 @@ def _doctor(known: argparse.Namespace, rest: list[str]) -> int:
     return GOOD if doctor.run(cfg, as_json=known.json) else FAILED
 
 
-def _add_inspect(commands: Any) -> None:
-    look = commands.add_parser("inspect", help="a sample with its supervised tokens, or a summary")
-    look.add_argument("data", type=Path, help="a run, or a folder in it")
-    look.add_argument("--sample", type=int, metavar="I", help="the sample at this place, from 0")
-    look.add_argument("--ids", action="store_true", help="every token with its id")
-    look.add_argument("--html", type=Path, metavar="PATH", help="also as a page")
-    look.add_argument("--picture", type=Path, metavar="PATH", help="the summary as .png or .svg")
-
-
 def _inspect(known: argparse.Namespace) -> int:
     from draftsmith import inspect
 
@@ -194,91 +127,6 @@ def _inspect(known: argparse.Namespace) -> int:
         known.data, sample=known.sample, ids=known.ids, page=known.html, picture=known.picture
     )
     return GOOD
-
-
-def _add_server_commands(commands: Any) -> None:
-    check = commands.add_parser(
-        "serve-check", help="the held-out prompts through a real vLLM or SGLang, against evaluate"
-    )
-    check.add_argument("export", type=Path, help="RUN/export of an evaluated run")
-    where = check.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--server", metavar="URL", help="a server that already runs with the drafter"
-    )
-    where.add_argument(
-        "--command",
-        dest="server_command",
-        metavar="CMD",
-        help="starts a server of the target, e.g. 'vllm serve TARGET'; drafter and port are added",
-    )
-    check.add_argument(
-        "--baseline", metavar="mtp|PATH", help="also with the target's MTP or a drafter"
-    )
-    check.add_argument("--max-prompts", type=int, default=128)
-    verify = commands.add_parser(
-        "verify", help="a feature store: checksums, impossible rows, states made again"
-    )
-    verify.add_argument("store", help="RUN/features, a folder, or s3://bucket/prefix")
-    verify.add_argument(
-        "--recompute", type=_count, default=0, metavar="N", help="samples to make again, alone"
-    )
-    verify.add_argument("--data", type=Path, metavar="RUN", help="the run whose tokens these are")
-    verify.add_argument("--target", metavar="PATH", help="where the store's target is now")
-    verify.add_argument(
-        "--engine", choices=["vllm"], help="instead, against the states that a server extracts"
-    )
-    verify.add_argument("--command", dest="server_command", metavar="CMD", help="starts it")
-    verify.add_argument("--samples", type=_count, default=32, help="for --engine")
-    for command in (check, verify):
-        command.add_argument(
-            "--wait", type=float, default=900, help="seconds a server may take to start"
-        )
-        command.add_argument("--json", action="store_true")
-
-
-def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="this machine against its own measured ceilings")
-    kinds = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
-    store = kinds.add_parser("store", help="write and read rates for each codec")
-    store.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
-    store.add_argument("--bytes", type=_count, default=2 << 30, help="of states, for each codec")
-    store.add_argument("--hidden", type=_count, default=4096, help="width of synthetic states")
-    store.add_argument("--taps", type=_count, default=5, help="of synthetic states")
-    store.add_argument("--states", type=Path, metavar="SHARD", help="real states, codec none")
-    store.add_argument("--repeats", type=_count, default=3, help="medians of so many rounds")
-    store.add_argument("--rates", type=Path, metavar="FILE", help="also for `plan --rates`")
-    store.add_argument("--json", action="store_true")
-    extract = kinds.add_parser(
-        "extract", help="a random target's features, beside its products alone"
-    )
-    extract.add_argument(
-        "--model", default="qwen3.6-27b", help="built in, config.json, folder or id"
-    )
-    extract.add_argument("--taps", type=_count, nargs="*", help="0-based; default: auto")
-    extract.add_argument("--median", type=_count, default=400, help="tokens of a sample")
-    extract.add_argument("--sigma", type=float, default=0.8, help="of the lengths' logarithm")
-    extract.add_argument("--longest", type=_count, default=8192, help="tokens of a sample")
-    extract.add_argument("--row-tokens", type=_count, default=16384)
-    extract.add_argument("--num-rows", type=_count, default=16)
-    extract.add_argument("--rows", choices=["auto", "packed", "padded"], default="auto")
-    extract.add_argument("--codec", choices=["none", "lossless", "fp8"], default="none")
-    extract.add_argument("--folder", type=Path, default=Path(), help="where shards are written")
-    extract.add_argument("--shard-bytes", type=_count, default=1 << 30)
-    extract.add_argument("--memory-gib", type=float, help="cap of the GPU allocator")
-    extract.add_argument("--json", action="store_true")
-    train = kinds.add_parser("train", help="a drafter's step, beside its products alone")
-    train.add_argument("--model", default="qwen3.6-27b", help="of the target, as for extract")
-    train.add_argument("--layers", type=_count, default=5)
-    train.add_argument("--block-size", type=_count, default=16)
-    train.add_argument("--tokens", type=_count, default=4096, help="of a micro-batch")
-    train.add_argument("--anchors", type=_count, default=512, help="of a micro-batch")
-    train.add_argument("--accumulate", type=_count, default=1, help="micro-batches of a step")
-    train.add_argument("--steps", type=_count, default=10)
-    train.add_argument("--source", choices=["memory", "store", "live"], default="memory")
-    train.add_argument("--folder", type=Path, default=Path(), help="for --source store")
-    train.add_argument("--memory-gib", type=float, help="cap of the GPU allocator")
-    train.add_argument("--recompute", action="store_true")
-    train.add_argument("--json", action="store_true")
 
 
 def _bench(known: argparse.Namespace) -> int:
@@ -353,23 +201,6 @@ def _verify(known: argparse.Namespace) -> int:
     return GOOD
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no count")
-    return int(text)
-
-
-def _amount(text: str) -> int:
-    """A count or a size: 913K, 1.5e9, 96GB."""
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([kMGBT]?)B?", text.replace("K", "k"))
-    try:
-        assert found is not None and float(found[1]) > 0, "not an amount"
-    except (AssertionError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 913K or 96GB") from None
-    powers = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
-    return round(float(found[1]) * powers[found[2]])
-
-
 def _one_config(command: str, paths: list[str]) -> UserError:
     return UserError(
         where="command line",
@@ -422,12 +253,42 @@ def _config_help(command: str, *, asked: bool) -> int:
     return GOOD if asked else WRONG_USE
 
 
-def _status(root: Path, as_json: bool) -> int:
-    from draftsmith.monitor import state
+def _status(known: argparse.Namespace) -> int:
+    from draftsmith.monitor import now
 
-    now = state.read(root)
-    print(json.dumps(now, indent=1) if as_json else state.line(now))
-    return {"FAILED": FAILED, "STALLED": STALLED, "STOPPED": STOPPED}.get(now["state"], GOOD)
+    state = now.read(known.run)
+    print(json.dumps(state, indent=1) if known.json else now.line(state))
+    return _code(state)
+
+
+def _stop(known: argparse.Namespace) -> int:
+    from draftsmith import background
+
+    return background.stop(known.run)
+
+
+def _export_features(known: argparse.Namespace) -> int:
+    from draftsmith import export_features
+
+    export_features.run(known.store, known.out, fp8=known.fp8)
+    return GOOD
+
+
+def _code(state: dict[str, Any]) -> int:
+    return {"FAILED": FAILED, "STALLED": STALLED, "STOPPED": STOPPED}.get(state["state"], GOOD)
+
+
+def _watch(known: argparse.Namespace) -> int:
+    if known.web is None:
+        from draftsmith.monitor import terminal
+
+        return _code(terminal.watch(known.runs))
+    from draftsmith.monitor import now, web
+
+    for root in known.runs:
+        now.read(root)  # no such run is told at once
+    web.serve(known.runs, host=known.host, port=known.web)
+    return GOOD
 
 
 if __name__ == "__main__":

@@ -419,6 +419,19 @@ class EngineConfig(_Model):
     kind: Literal["local"] = "local"
 
 
+class SuperviseConfig(_Model):
+    enabled: bool = True
+    """`draftsmith run` looks after a worker; false: it does the work in its own process."""
+    retries: Annotated[int, Field(ge=0)] = 3
+    """Restarts in a row that come no further than the try before."""
+    backoff_s: Annotated[float, Field(ge=0)] = 10.0
+    """Before a restart; doubled while restarts come no further."""
+    stall_s: Annotated[float, Field(gt=0)] = 600.0
+    """Without progress a run counts as stalled: its stacks are written down."""
+    restart_stalled: bool = True
+    """Start a stalled worker again after as long a time."""
+
+
 class RunConfig(_Model):
     run: str
     """The run's folder."""
@@ -438,6 +451,7 @@ class RunConfig(_Model):
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
     engine: EngineConfig = EngineConfig()
+    supervise: SuperviseConfig = SuperviseConfig()
 
     @field_validator("mirror")
     @classmethod

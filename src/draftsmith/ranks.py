@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftsmith.core import FaultFound, Stopped, UserError
 from draftsmith.monitor.failures import first_cause
+from draftsmith.tether import tethered
 
 LOG = "train.log"
 STOP_S = 60  # what torchrun has for its workers' ends
@@ -101,7 +102,7 @@ def launch(command: list[str], count: int, notes: Path) -> None:
     torchrun += [f"--nproc-per-node={count}", "-m", "draftsmith.cli", *command]
     with open(notes / LOG, "ab") as log:
         env = {"OMP_NUM_THREADS": "1", **os.environ}
-        process = subprocess.Popen(torchrun, env=env, stderr=log)
+        process = subprocess.Popen(tethered(torchrun), env=env, stderr=log)
     try:
         code = process.wait()
     except BaseException:

@@ -35,6 +35,7 @@ def write_config(folder: Path, prompts: int = 40, **sections: dict[str, Any]) ->
                   "checkpoint_every": 3, "log_every": 1},
         "evaluate": {"methods": ["ar", "lookup", "chain", "tree", "untrained", "shuffled"], "max_prompts": 3,
                      "max_new_tokens": 24, "tree_budget": 9, "loop_ngram": 12},
+        "supervise": {"enabled": False},
     }  # fmt: skip
     for name, section in sections.items():
         config[name] = {**config.get(name, {}), **section} if isinstance(section, dict) else section

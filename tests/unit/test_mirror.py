@@ -13,7 +13,7 @@ from draftsmith.core import Damaged, FaultFound, UserError
 from draftsmith.mirror import catalogue, copy, restore
 from draftsmith.mirror.catalogue import Catalogue
 from draftsmith.mirror.copy import Copier
-from draftsmith.monitor import state
+from draftsmith.monitor import now
 from s3_servers import BUCKET
 
 MIRROR = f"s3://{BUCKET}/runs/a"
@@ -75,8 +75,8 @@ def test_a_mirror_left_behind_fails_the_run_and_the_next_one_mends_it(tmp_path, 
     (disk / "data").write_text("in the way")  # the server cannot write there
     with pytest.raises(FaultFound, match=r"behind by \d+ files.*own folder is whole"):
         prepare(tmp_path / "a")
-    now = state.read(run)
-    assert now["state"] == "FAILED" and "behind by" in now["failure"]["cause"]
+    state = now.read(run)
+    assert state["state"] == "FAILED" and "behind by" in state["failure"]["cause"]
     assert json.loads((run / "data/conversations/manifest.json").read_text())["complete"]
     assert len((disk / "mirror.json").read_bytes()) < len(before), "it names nothing it has not"
     (disk / "data").unlink()

@@ -5,9 +5,12 @@ import gc
 import pytest
 import torch
 
+from draftsmith.core import Damaged
 from draftsmith.features import AHEAD, THREADS, StoreSource, epoch_plan
 from draftsmith.ranks import Ranks
 from draftsmith.store.buffers import Buffers
+from draftsmith.store.reader import StoreReader
+from draftsmith.store.shards import shard_name
 from draftsmith.train.schedule import Step, rows_of
 from stores import features, inputs, write_store
 
@@ -80,3 +83,17 @@ def test_ranks_share_every_step_and_wait_for_each_other(source, count):
         assert sum(map(len, shares)) - shares.count([]) >= len(step.rows)
     read = [batch.sample_ids for batch in source.batches(rows, pinned=False)]
     assert sorted(sum(read, [])) == source.sample_ids
+
+
+@pytest.mark.parametrize("codec", ["none", "lossless", "fp8"])
+def test_a_flipped_bit_is_refused_where_it_is_read_first(tmp_path, codec):
+    write_store(tmp_path, features([9, 2, 7, 5]), inputs(codec=codec))
+    reader = StoreReader(tmp_path)
+    where = reader._where[99]
+    path = tmp_path / shard_name(where.shard)
+    data = bytearray(path.read_bytes())
+    data[where.end - 1] ^= 1  # of the last row's last tap
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match=rf"{path.name}.*sample 99, tap 4: the checksum differs"):
+        StoreSource(reader, [100, 99]).batch([0, 1])
+    assert len(reader.read(98)["hidden"]) == 7, "the others are whole"

@@ -12,6 +12,7 @@ import pytest
 from draftsmith import files, manifest, metrics
 from draftsmith.core import Stopped, UserError
 from draftsmith.decode.speculate import Trace
+from draftsmith.monitor import now as reading
 from draftsmith.monitor import state
 
 
@@ -50,24 +51,24 @@ def test_a_missing_file_makes_a_complete_output_unfinished(tmp_path):
 
 def test_state_of_a_stage_that_ends_well_badly_or_is_stopped(tmp_path):
     with state.stage_report(tmp_path, "train") as report:
-        assert state.read(tmp_path)["state"] == "LOADING"
+        assert reading.read(tmp_path)["state"] == "LOADING"
         report.working(10, "steps", done=4)
         report.progress(7, loss=1.5)
-        now = state.read(tmp_path)
+        now = reading.read(tmp_path)
         assert (now["state"], now["total"], now["unit"]) == ("TRAINING", 10, "steps")
         with (
             pytest.raises(UserError, match="another draftsmith process"),
             state.stage_report(tmp_path, "train"),
         ):
             pass
-    now = state.read(tmp_path)
+    now = reading.read(tmp_path)
     assert now["state"] == "DONE" and now["done"] == 7 and now["last"]["loss"] == 1.5
     with pytest.raises(RuntimeError), state.stage_report(tmp_path, "extract"):
         raise RuntimeError("the true cause")
-    assert "the true cause" in state.line(state.read(tmp_path))
+    assert "the true cause" in reading.line(reading.read(tmp_path))
     with pytest.raises(Stopped), state.stage_report(tmp_path, "extract"):
         raise KeyboardInterrupt
-    assert state.read(tmp_path)["state"] == "STOPPED"
+    assert reading.read(tmp_path)["state"] == "STOPPED"
     kinds = [
         json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()
     ]
@@ -80,19 +81,23 @@ def test_a_dead_process_is_failed_and_one_that_does_not_advance_is_stalled(tmp_p
         "with stage_report(Path(sys.argv[1]), 'extract') as r:\n"
         "    r.working(9, 'tokens'); r.progress(1); print('up', flush=True); time.sleep(60)\n"
     )
+    monkeypatch.setenv("DRAFTSMITH_STALL_S", "1.5")
     process = subprocess.Popen(
         [sys.executable, "-c", body, tmp_path], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and "up" in [
         process.stdout.readline().strip() for _ in range(2)
     ]
-    assert state.read(tmp_path)["state"] == "EXTRACTING"
-    monkeypatch.setenv("DRAFTSMITH_STALL_S", "0.2")
-    time.sleep(0.4)
-    assert state.read(tmp_path)["state"] == "STALLED"
+    assert reading.read(tmp_path)["state"] == "EXTRACTING"
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 86400)
+    assert reading.read(tmp_path)["state"] == "EXTRACTING", "a clock that jumps stalls nothing"
+    monkeypatch.setattr(time, "time", clock)
+    time.sleep(1.6)
+    assert reading.read(tmp_path)["state"] == "STALLED"
     process.kill()
     process.wait()
-    now = state.read(tmp_path)
+    now = reading.read(tmp_path)
     assert now["state"] == "FAILED" and str(process.pid) in now["failure"]["cause"]
 
 
@@ -110,7 +115,7 @@ def test_sigterm_is_stopped(tmp_path):
     process.stdout.readline()
     os.kill(process.pid, 15)
     process.wait()
-    assert state.read(tmp_path)["state"] == "STOPPED"
+    assert reading.read(tmp_path)["state"] == "STOPPED"
 
 
 def test_metrics_count_tokens_a_call_with_the_prefills_token_left_out():
@@ -144,7 +149,7 @@ def test_a_difference_is_a_near_tie_only_where_the_two_logits_nearly_tie():
 def test_a_broken_state_file_is_one_message(tmp_path, text):
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(UserError, match="no state"):
-        state.read(tmp_path)
+        reading.read(tmp_path)
 
 
 def test_a_reused_pid_does_not_look_alive(tmp_path):
@@ -153,7 +158,7 @@ def test_a_reused_pid_does_not_look_alive(tmp_path):
     now = {**report.state, "state": "TRAINING"}
     now["workers"] = [{**now["workers"][0], "pid": 1}]
     (tmp_path / "state.json").write_text(json.dumps(now))
-    assert state.read(tmp_path)["state"] == "FAILED"
+    assert reading.read(tmp_path)["state"] == "FAILED"
     now["workers"][0]["host"] = "elsewhere"
     (tmp_path / "state.json").write_text(json.dumps({**now, "heartbeat_at": time.time() - 500}))
-    assert state.read(tmp_path)["state"] == "FAILED", "no heartbeat from another host"
+    assert reading.read(tmp_path)["state"] == "FAILED", "no heartbeat from another host"

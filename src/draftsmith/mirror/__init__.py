@@ -100,7 +100,7 @@ class _Follower:
                 f"the mirror {self._copier.bucket} is behind by {len(left)} files, {size:.1f} MB "
                 f"({self._trouble})"
             )
-            state.fail(self._cfg.root, cause)
+            state.fail(self._cfg.root, state.failure_of(cause, ""))
             raise FaultFound(
                 f"{cause} The run's own folder is whole; the same command copies the rest."
             )

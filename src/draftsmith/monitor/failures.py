@@ -50,9 +50,9 @@ KINDS: tuple[tuple[str, str, str], ...] = (
      "free the GPU: nvidia-smi shows who holds it."),
     ("disk full", r"No space left on device|Disk quota exceeded|a full disk",
      "Free space, or point run and features.store at a larger disk; the same command goes on."),
-    ("host memory",
+    ("host memory or killed",
      r"Cannot allocate memory|\bMemoryError\b|oom[-_ ]?kill|Killed process|exit ?code:? ?-9\b|"
-     r"Signal 9 \(SIGKILL\)|died without a word",
+     r"Signal 9 \(SIGKILL\)|died without a word|\bdied \((?:signal|exit)",
      "The system killed it, most often for want of memory: dmesg says so. Use fewer workers, or a larger "
      "machine."),
     ("S3 credentials",
@@ -94,6 +94,12 @@ KINDS: tuple[tuple[str, str, str], ...] = (
     ("a port is taken", r"port \d+ is (?:already )?in use|EADDRINUSE", "Stop the other, or take another."),
     ("the run is locked", r"another draftsmith process at work", "Wait for it, or use another `run:`."),
 )  # fmt: skip
+
+FINAL = {"missing package", "kernel not built for this GPU", "server refuses the architecture", "not finite",
+         "checkpoint mismatch", "bad data", "the run is locked", "S3 credentials", "disk full"}  # fmt: skip
+"""What the same work on the same machine would meet again."""
+TRANSIENT = {"S3 or network", "NCCL or rendezvous", "driver or GPU", "host memory or killed"}
+"""What may be gone in a while, even where it was told as a user's mistake."""
 
 
 def first_cause(texts: Sequence[str]) -> Cause | None:

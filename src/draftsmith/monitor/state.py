@@ -1,14 +1,13 @@
-"""state.json (where the run stands now) and events.jsonl (what happened). Written by stages, read
-by everyone else.
-
-Reading: `draftsmith status RUN`, or any program; state.json is replaced atomically and is always
-whole.
+"""state.json (where the run stands now) and events.jsonl (what happened), as stages write them. now.py
+reads them; so may any program: state.json is replaced atomically and is always whole.
 """
 
 import contextlib
+import copy
 import fcntl
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -16,11 +15,14 @@ import traceback
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from draftsmith.core import Stopped, UserError
-from draftsmith.files import disk_errors, process_lives, remove_leftovers, write_json
+from draftsmith.files import disk_errors, remove_leftovers, write_json
 from draftsmith.monitor.failures import classify, errors
+from draftsmith.monitor.gpus import gpus
+from draftsmith.monitor.now import line
+from draftsmith.monitor.processes import descendants, described
 
 WORKING = {
     "prepare": "PREPARING",
@@ -31,8 +33,10 @@ WORKING = {
     "evaluate": "EVALUATING",
     "export": "EXPORTING",
 }
-HEARTBEAT_S = 2.0
-DEAD_AFTER_S = 60.0  # without a heartbeat, seen from another host
+WRITE_S, HEARTBEAT_S = 0.5, 2.0
+PROCESSES_S = 10.0  # to look for them costs more than a heartbeat
+LOCK_S = 2.0  # a reader holds the lock for an instant
+TRY = "DRAFTSMITH_TRY"  # which try of which supervisor a process belongs to
 more_stages: ContextVar[bool] = ContextVar("more_stages", default=False)
 """Set by the pipeline: a finished stage is then followed by another and the run is QUEUED, not
 DONE.
@@ -40,15 +44,16 @@ DONE.
 
 
 class StageReport:
-    """A stage's voice: progress into state.json (at most every 0.5 s), events into events.jsonl, a
-    line to the terminal.
+    """A stage's voice: progress into state.json, by a thread of its own so that the work never waits for a
+    disk; events into events.jsonl, a line to the terminal.
     """
 
     def __init__(self, root: Path, stage: str) -> None:
         now = time.time()
         self.root, self.stage = root, stage
-        self._lock = threading.Lock()
-        self._printed = self._written = 0.0
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._printed = self._looked = 0.0
+        self._changed = False
         self._first: tuple[float, int] | None = None
         self.state: dict[str, Any] = {
             "run": str(root),
@@ -62,41 +67,44 @@ class StageReport:
             "started_at": now,
             "heartbeat_at": now,
             "progress_at": now,
+            "progress_s": time.monotonic(),
+            "stall_s": float(os.environ.get("DRAFTSMITH_STALL_S", "600")),
             "workers": [{"pid": os.getpid(), "host": socket.gethostname(), "role": "main"}],
             "gpus": [],
+            "disk_free_bytes": None,
             "last": {},
             "failure": None,
+            "try": os.environ.get(TRY),
         }
 
     def working(self, total: int | None, unit: str, done: int = 0) -> None:
         """Loading is over; `done` of `total` `unit` were found finished."""
-        self._first = (time.time(), done)
-        self.state.update(
-            state=WORKING[self.stage], total=total, unit=unit, done=done, progress_at=time.time()
-        )
+        self._first = (time.monotonic(), done)
+        self.tick()
+        self.state.update(state=WORKING[self.stage], total=total, unit=unit, done=done)
         self.event("working", total=total, unit=unit, done=done)
         self._write()
 
     def progress(self, done: int, **last: Any) -> None:
         """`done` units are finished in all; `last` are numbers worth seeing (loss, tau ...)."""
         assert self._first is not None, "progress() comes after working()"
-        now = time.time()
+        now = time.monotonic()
         begun, before = self._first
         rate = (done - before) / max(now - begun, 1e-9)
         total = self.state["total"]
         eta = (total - done) / rate if total is not None and rate > 0 else None
         with self._lock:
-            self.state.update(done=done, rate=rate, eta_s=eta, progress_at=now)
+            self.state.update(done=done, rate=rate, eta_s=eta)
             self.state["last"].update(last)
-        if now - self._written > 0.5:
-            self._write()
+            self.tick()
         if now - self._printed > 10 or done == total:
             self._printed = now
             print(line(self.state), flush=True)
 
     def tick(self) -> None:
         """Work goes on inside a unit that takes long, such as a batch of answers."""
-        self.state["progress_at"] = time.time()
+        self.state.update(progress_at=time.time(), progress_s=time.monotonic())
+        self._changed = True
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line of events.jsonl."""
@@ -109,16 +117,39 @@ class StageReport:
         self._write()
 
     def _write(self) -> None:
-        with self._lock:
-            self._written = time.time()
-            self.state.update(heartbeat_at=self._written, gpus=_gpus())
-            write_json(self.root / "state.json", self.state)
+        with self._writing:
+            with self._lock:
+                self._changed = False
+                self.state["heartbeat_at"] = time.time()
+                now = copy.deepcopy(self.state)
+            write_json(self.root / "state.json", now)
 
     def beat(self, stop: threading.Event) -> None:
-        """Keep heartbeat_at fresh while the process lives; progress_at tells whether it advances."""
-        while not stop.wait(HEARTBEAT_S):
+        """Write what has changed, and keep heartbeat_at fresh while the process lives; progress_at tells
+        whether it advances.
+        """
+        seen = -HEARTBEAT_S
+        while not stop.wait(WRITE_S):
+            late = time.monotonic() - seen > HEARTBEAT_S
             with contextlib.suppress(UserError, OSError):  # a full disk is the stage's to report
-                self._write()
+                if late:
+                    seen = time.monotonic()
+                    self._look()
+                if late or self._changed:
+                    self._write()
+
+    def _look(self) -> None:
+        """At the machine: GPUs, disk, and now and then at the processes below this one."""
+        seen: dict[str, Any] = {
+            "gpus": gpus(),
+            "disk_free_bytes": shutil.disk_usage(self.root).free,
+        }
+        if time.monotonic() - self._looked > PROCESSES_S:
+            self._looked, host = time.monotonic(), socket.gethostname()
+            below = [{**described(pid), "host": host} for pid in descendants(os.getpid())]
+            seen["workers"] = [self.state["workers"][0], *below]
+        with self._lock:
+            self.state.update(seen)
 
 
 class NoReport:
@@ -144,20 +175,33 @@ def event(root: Path, stage: str, kind: str, **fields: Any) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def _failure(cause: str, trace: str) -> dict[str, Any]:
-    """A cause with its kind and, where it does not say so itself, what to do."""
-    found = classify(first) if (first := next(iter(errors(trace)), None)) else classify(cause)
+def failure_of(cause: str, trace: str) -> dict[str, Any]:
+    """An error as a failure: of a chain the first one is the cause; its kind and, where it does not say so
+    itself, what to do.
+    """
+    first = next(iter(errors(trace)), cause)
+    found = classify(first)
+    if first.split(":")[0].rpartition(".")[2] != cause.split(":")[0]:
+        cause = f"{first} (then {cause})"
     remedy = "" if cause.startswith("UserError") else found.remedy
     return {"cause": cause, "trace": trace, "category": found.kind, "remedy": remedy}
 
 
-def fail(root: Path, cause: str) -> None:
-    """A run whose stages are done has failed all the same."""
+def fail(root: Path, failure: dict[str, Any]) -> None:
+    """The run has failed, whatever its stages say: they are done, or what failed is not in their process."""
     path = root / "state.json"
     if path.exists():
-        failure = _failure(cause, "")
         write_json(path, {**json.loads(path.read_text()), "state": "FAILED", "failure": failure})
-    event(root, "run", "failed", cause=cause, trace="")
+    event(root, "run", "failed", **failure)
+
+
+def stopped(root: Path, tried: str) -> None:
+    """The run was stopped, and its worker could not write that down."""
+    path = root / "state.json"
+    if path.exists():
+        state = json.loads(path.read_text())
+        if state.get("try") == tried and state["state"] not in ("DONE", "STOPPED"):
+            write_json(path, {**state, "state": "STOPPED", "failure": None})
 
 
 @contextlib.contextmanager
@@ -188,7 +232,7 @@ def stage_report(root: Path, stage: str) -> Iterator[StageReport]:
             raise Stopped(f"{stage}; the same command goes on from what is finished") from None
         except BaseException as error:
             trace = "" if isinstance(error, UserError) else traceback.format_exc()
-            end = ("FAILED", _failure(f"{type(error).__name__}: {error}", trace))
+            end = ("FAILED", failure_of(f"{type(error).__name__}: {error}", trace))
             raise
         finally:
             stop.set()
@@ -200,124 +244,26 @@ def stage_report(root: Path, stage: str) -> Iterator[StageReport]:
                 report.end(*end)
 
 
-def read(root: Path) -> dict[str, Any]:
-    """The run's state as it is now: a dead worker shows as FAILED, one that does not advance as
-    STALLED.
-    """
-    path = root / "state.json"
-    if not path.exists():
-        raise UserError(
-            where=str(root),
-            found="no state.json",
-            expected="a run's folder",
-            remedy="Give the folder named by `run:` in the configuration.",
-        )
-    try:
-        state = json.loads(path.read_text())
-        ended = state["state"] in ("DONE", "FAILED", "STOPPED")
-        worker = state["workers"][0]
-    except (ValueError, TypeError, LookupError) as error:
-        raise UserError(
-            where=str(path),
-            found=f"no state ({type(error).__name__}: {error})",
-            expected="what a stage writes",
-            remedy="Run a stage again: it writes the file anew.",
-        ) from None
-    if ended:
-        return state
-    if not _works(root, state, worker):
-        state["state"] = "FAILED"
-        died = f"process {worker['pid']} died without a word (killed, or out of memory)"
-        state["failure"] = _failure(died, "")
-    elif time.time() - state["progress_at"] > stall_after_s(loading=state["state"] == "LOADING"):
-        state["state"] = "STALLED"
-    return state
-
-
-def _works(root: Path, state: dict[str, Any], worker: dict[str, Any]) -> bool:
-    """Whether the run's process lives: it holds the folder's lock while a stage works. On another
-    host only its heartbeat can tell.
-    """
-    if worker["host"] != socket.gethostname():
-        return time.time() - state["heartbeat_at"] < DEAD_AFTER_S
-    if state["state"] == "QUEUED":  # between two stages nobody holds the lock
-        return process_lives(worker["pid"])
-    with contextlib.suppress(OSError), open(root / ".lock") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def stall_after_s(*, loading: bool = False) -> float:
-    """Seconds without progress after which a live run counts as stalled; loading a large target
-    from a slow disk shows none, and is given three times as long.
-    """
-    return float(os.environ.get("DRAFTSMITH_STALL_S", "600")) * (3 if loading else 1)
-
-
-def line(state: dict[str, Any]) -> str:
-    """One line for people and SSH loops."""
-    parts = [f"{state['state']:<12} {state['stage']}"]
-    if state["total"]:
-        parts.append(
-            f"{state['done']:,}/{state['total']:,} {state['unit']} {100 * state['done'] / state['total']:.0f}%"
-        )
-    if state["rate"]:
-        parts.append(f"{state['rate']:,.1f}/s")
-    if state["eta_s"] is not None and state["state"] not in ("DONE", "FAILED", "STOPPED"):
-        parts.append(f"ETA {_clock(state['eta_s'])}")
-    parts += [
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in state["last"].items()
-    ]
-    parts += [
-        f"gpu{gpu['index']} {gpu['used_bytes'] / 2**30:.1f}/{gpu['total_bytes'] / 2**30:.0f} GiB"
-        for gpu in state["gpus"]
-    ]
-    if state["failure"]:
-        said = state["failure"]
-        parts.append(f"{said['category']}: {said['cause']} {said['remedy']}".strip())
-    return " | ".join(parts)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _gpus() -> list[dict[str, Any]]:
-    import torch  # a worker has it loaded; readers of state.json never come here
-
-    if not torch.cuda.is_initialized():
-        return []
-    out = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        out.append(
-            {
-                "index": index,
-                "name": torch.cuda.get_device_name(index),
-                "used_bytes": total - free,
-                "total_bytes": total,
-            }
-        )
-    return out
-
-
 @contextlib.contextmanager
-def locked(root: Path) -> Iterator[None]:
+def locked(root: Path, name: str = ".lock") -> Iterator[None]:
     """One process at a time in a run's folder. Raises UserError when another is there."""
-    with open(root / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                where=str(root),
-                found="another draftsmith process at work in this folder",
-                expected="one at a time",
-                remedy="Wait for it, or use another `run:`.",
-            ) from None
+    with open(root / name, "w") as file:
+        patience = time.monotonic() + LOCK_S
+        while not _lock(file):
+            if time.monotonic() > patience:
+                raise UserError(
+                    where=str(root),
+                    found="another draftsmith process at work in this folder",
+                    expected="one at a time",
+                    remedy="Wait for it, end it with `draftsmith stop`, or use another `run:`.",
+                )
+            time.sleep(0.05)
         yield
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

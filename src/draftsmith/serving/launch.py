@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from draftsmith.core import UserError
+from draftsmith.tether import tethered
 
 STOP_S = 30
 CAUSE = re.compile(r"\b(\w*(Error|Exception)): .+|CUDA out of memory.*|No space left.*")
@@ -38,17 +40,16 @@ class Launched:
         with open(self.log, "a") as out:
             out.write(shlex.join(self.args) + "\n")
             out.flush()
-            try:
-                return subprocess.Popen(
-                    self.args, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            except OSError as error:
+            if shutil.which(self.args[0]) is None:
                 raise UserError(
                     where=self.where,
-                    found=f"{self.args[0]}, which does not start ({error.strerror})",
+                    found=f"{self.args[0]}, which is no program here",
                     expected="a command that serves the target",
                     remedy="Try it in a shell.",
-                ) from None
+                )
+            return subprocess.Popen(
+                tethered(self.args), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def alive(self) -> bool:
         """Whether the process that was started still runs."""

@@ -12,7 +12,7 @@ from draftsmith import places
 from draftsmith.core import UserError
 from draftsmith.places import Place
 from draftsmith.store import index
-from draftsmith.store.codec import decode
+from draftsmith.store.codec import decode, stored_crc32
 from draftsmith.store.container import damaged, raw, tensor_of
 from draftsmith.store.shards import KIND, Shard, open_shard, shard_name
 
@@ -20,15 +20,19 @@ NAMES = ("hidden", "input_ids", "loss_mask")
 
 
 class StoreReader:
-    """Samples by id; several threads may read."""
+    """Samples by id; several threads may read. The bytes of a sample are held against their checksums when
+    they are read first.
+    """
 
     def __init__(self, location: Path | str | Place) -> None:
         self.place = places.at(location)
         self.manifest = complete_manifest(self.place)
         self.dtype: torch.dtype = getattr(torch, self.manifest["inputs"]["dtype"])
         self.codec = self.manifest["inputs"]["codec"]
+        self._taps: list[int] = self.manifest["inputs"]["taps"]
         self._where = index.read(self.place, self.manifest["files"][index.NAME])
         self._shards: dict[int, Shard] = {}
+        self._checked: set[int] = set()
         self._opening = threading.Lock()
 
     @property
@@ -72,19 +76,34 @@ class StoreReader:
         return tensor_of(data, replace(span, shape=[last - first, *span.shape[1:]]))
 
     def states_into(self, sample_id: int, out: Tensor) -> Tensor:
-        """Read the sample's states into `out` [n, taps, H], contiguous; `out`."""
+        """Read the sample's states into `out` [n, taps, H], contiguous; `out`. Raises Damaged, with sample
+        and tap, for bytes that are not those that were written.
+        """
         assert out.is_contiguous(), "a copy would be filled"
         where = self._where[sample_id]
         if self.codec == "none":  # straight into the batch
             self.place.read_into(shard_name(where.shard), where.begin, raw(out))
+            self._check(sample_id, raw(out), out.shape)
             return out
         shard = self.shard(sample_id)
         (data,) = self.place.read_ranges(shard.name, [(where.begin, where.end)])
+        self._check(sample_id, memoryview(data), out.shape)
         try:
             decode(self.codec, memoryview(data), shard.of_sample(where.place), out)
         except ValueError as error:
             raise damaged(self.place.where(shard.name), f"sample {sample_id}: {error}") from None
         return out
+
+    def _check(self, sample_id: int, data: memoryview, shape: torch.Size) -> None:
+        if sample_id in self._checked:
+            return
+        shard, place = self.shard(sample_id), self._where[sample_id].place
+        now = stored_crc32(self.codec, data, shard.of_sample(place), shape, self.dtype)
+        then = shard.small["crc32"][place].tolist()
+        if wrong := [tap for tap, a, b in zip(self._taps, now, then, strict=True) if a != b]:
+            said = f"sample {sample_id}, tap {', '.join(map(str, wrong))}: the checksum differs"
+            raise damaged(self.place.where(shard.name), said)
+        self._checked.add(sample_id)
 
 
 def is_complete(place: Place) -> bool:

@@ -20,13 +20,13 @@ import draftsmith.tokenize as tokenize_stage
 from draftsmith import extract, files
 from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig
-from draftsmith.core import StageResult, UserError
+from draftsmith.core import FaultFound, StageResult, UserError
 from draftsmith.drafter.checkpoint import find_drafter, load_drafter, read_shape
 from draftsmith.drafter.config import DrafterShape, check_belongs, resolve_shape, warm_shape
 from draftsmith.drafter.model import DFlash
 from draftsmith.drafter.parallelize import clip_and_scale, parallelize, synced
 from draftsmith.features import FeatureBatch
-from draftsmith.monitor.state import NoReport, Report, stage_report
+from draftsmith.monitor.state import NoReport, Report, fail, failure_of, stage_report
 from draftsmith.ranks import Ranks, inside, joined, launch
 from draftsmith.target.load import device_of, inspect_target, load_tokenizer
 from draftsmith.target.taps import resolve_taps
@@ -58,7 +58,11 @@ def run(cfg: RunConfig) -> StageResult:
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
     before = manifests.read(folder(cfg))
-    launch(["train", str(config)], count, cfg.root / "logs")
+    try:
+        launch(["train", str(config)], count, cfg.root / "logs")
+    except (FaultFound, UserError) as error:  # the first cause, which need not be the lead's
+        fail(cfg.root, failure_of(f"{type(error).__name__}: {error}", ""))
+        raise
     manifest = manifests.required(folder(cfg), "train", _inputs(cfg)[0])
     return StageResult("train", str(folder(cfg)), before == manifest, manifest["counts"])
 

@@ -1,0 +1,46 @@
+"""A command that ends when the process that started it does, however that ended:
+
+    python -m draftsmith.tether PARENT_PID COMMAND ...
+
+Servers and torchrun run under it: killed with -9, a run leaves no process behind that holds a GPU.
+"""
+
+import os
+import subprocess
+import sys
+
+from draftsmith.core import Stopped
+from draftsmith.monitor.processes import adopt_orphans, descendants, end
+from draftsmith.signals import sigterm_unwinds
+
+LOOK_S = 0.5
+END_S = 30.0  # a server of a large model takes its time
+
+
+def tethered(command: list[str]) -> list[str]:
+    """The command, tied to this process."""
+    return [sys.executable, "-m", "draftsmith.tether", str(os.getpid()), *command]
+
+
+def main() -> int:
+    """Run the command until it ends, SIGTERM comes or the parent is gone; the command's exit code."""
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    adopt_orphans()
+    code = 143
+    try:
+        with sigterm_unwinds():
+            child = subprocess.Popen(command)
+            while os.getppid() == parent:
+                try:
+                    code = child.wait(LOOK_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    continue
+    except (Stopped, KeyboardInterrupt):
+        pass
+    end(descendants(os.getpid()), wait_s=END_S)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
