@@ -317,10 +317,11 @@ FAULTS: dict[str, Fault] = {
 
 def main() -> None:
     work, names = Path(sys.argv[1]), sys.argv[2:]
+    work.mkdir(parents=True, exist_ok=True)
     before = work / "undisturbed" / "run"
     if not (before / "export").exists():
         assert Run(None, work / "undisturbed").again() == 0, "an undisturbed run"
-    print("| fault | status said | after | the cause named | the run then |\n|---|---|---|---|---|")
+    print("| fault | status said | after | the cause named | the run then |\n|---|---|---|---|---|", flush=True)
     for number, (name, fault) in enumerate(FAULTS.items()):
         if names and name not in names:
             continue
