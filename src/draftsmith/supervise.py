@@ -6,9 +6,11 @@ processes. A closed terminal ends neither. If this process is killed, the worker
 the same command goes on. docs/running.md.
 """
 
+import codecs
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -89,7 +91,7 @@ class _Supervisor:
         """Until the work is done, cannot be done, or this process is told to stop."""
         processes.adopt_orphans()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        event(self.root, "run", "supervised", pid=os.getpid(), command=self.words)
+        self._event("run", "supervised", pid=os.getpid(), command=self.words)
         try:
             return self._tries()
         except (Stopped, KeyboardInterrupt):
@@ -122,6 +124,8 @@ class _Supervisor:
         self._say()
         env = {**os.environ, TRY: self.said["try"], "PYTHONUNBUFFERED": "1",
                "DRAFTSMITH_STALL_S": str(self.rules.stall_s)}  # fmt: skip
+        if sys.stdout.isatty():
+            env["COLUMNS"] = str(shutil.get_terminal_size().columns)  # for tables in the log
         command = [sys.executable, "-m", "draftsmith.cli", *self.words]
         with contextlib.ExitStack() as files:
             out = {
@@ -176,13 +180,14 @@ class _Supervisor:
         assert self.child is not None, "a worker stalls"
         path = self.root / "logs" / f"stalled-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         standing, text = processes.standing(self.root, self.child.pid)
-        path.write_text(text)
+        with contextlib.suppress(OSError):  # a full disk is the worker's to report
+            path.write_text(text)
         limit = state["stall_s"]
         then = (
             f"After {limit:.0f} s more it is started again." if self.rules.restart_stalled else ""
         )
         cause = f"no progress for {limit:.0f} s: {standing or 'no stack could be read'}"
-        event(self.root, state["stage"], "stalled", cause=cause, stacks=str(path))
+        self._event(state["stage"], "stalled", cause=cause, stacks=str(path))
         return {
             "cause": cause,
             "trace": "",
@@ -255,7 +260,7 @@ class _Supervisor:
         self.said.update(failure=failure, stalled=None, waits_until=time.time() + wait_s)
         self._say()
         cause = {key: failure[key] for key in ("cause", "category")}
-        event(self.root, "run", "restart", number=self.said["restarts"], wait_s=wait_s, **cause)
+        self._event("run", "restart", number=self.said["restarts"], wait_s=wait_s, **cause)
         _tell(
             f"{failure['category']}: {failure['cause']}; restart {self.said['restarts']} in {wait_s:.0f} s"
         )
@@ -264,9 +269,13 @@ class _Supervisor:
             time.sleep(min(1.0, max(deadline - time.monotonic(), 0)))
             self._say()
 
+    def _event(self, stage: str, kind: str, **fields: Any) -> None:
+        with contextlib.suppress(UserError, OSError):
+            event(self.root, stage, kind, **fields)
+
     def _say(self) -> None:
         self.said["heartbeat_at"] = time.time()
-        with contextlib.suppress(UserError, OSError):  # a full disk is the worker's to report
+        with contextlib.suppress(UserError, OSError):
             write_json(self.root / now.SUPERVISOR, self.said)
 
 
@@ -276,13 +285,14 @@ class _Echo:
     def __init__(self, path: Path, to: IO[str]) -> None:
         self._file, self._to = open(path, "rb"), to  # noqa: SIM115
         self._file.seek(0, os.SEEK_END)
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def show(self) -> None:
         """What is new."""
         new = self._file.read()
         if new:
             with contextlib.suppress(OSError, ValueError):  # its terminal is gone
-                self._to.write(new.decode(errors="replace"))
+                self._to.write(self._decode(new))
                 self._to.flush()
 
 

@@ -321,7 +321,10 @@ def main() -> None:
     before = work / "undisturbed" / "run"
     if not (before / "export").exists():
         assert Run(None, work / "undisturbed").again() == 0, "an undisturbed run"
-    print("| fault | status said | after | the cause named | the run then |\n|---|---|---|---|---|", flush=True)
+    print(
+        "| fault | status said | after | the cause named | the run then |\n|---|---|---|---|---|",
+        flush=True,
+    )
     for number, (name, fault) in enumerate(FAULTS.items()):
         if names and name not in names:
             continue

@@ -110,7 +110,7 @@ def _stored(root: Path) -> dict[str, Any]:
         )
     try:
         state = json.loads(path.read_text())
-        for key in ("state", "stage", "workers", "progress_s", "stall_s", "failure"):
+        for key in ("state", "stage", "workers", "failure"):
             state[key]
         state["workers"][0]["host"]
     except (ValueError, TypeError, LookupError) as error:
