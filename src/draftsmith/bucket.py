@@ -19,7 +19,7 @@ from obstore import exceptions as failures
 from obstore.store import S3Store
 
 from draftsmith.core import Damaged, UserError
-from draftsmith.s3_errors import FAILURES, explain, is_missing, passing
+from draftsmith.s3_errors import FAILURES, explain, forgotten, is_missing, passing
 
 MAX_NEW_BYTES = 5 * 10**9  # S3's own limit for a copy in one piece
 PART_BYTES, PARTS_AT_ONCE = 32 << 20, 4
@@ -133,7 +133,7 @@ class Bucket:
                 remedy="Lower extract.shard_bytes.",
             )
         if size > LARGE_BYTES:
-            self._patiently(name, lambda: self._put_large(name, parts), again=is_missing)
+            self._patiently(name, lambda: self._put_large(name, parts), again=forgotten)
         else:
             self._put(name, b"".join(parts), "create")
 
@@ -185,7 +185,7 @@ class Bucket:
                 max_concurrency=PARTS_AT_ONCE,
             )
 
-        self._patiently(name, put, again=is_missing)
+        self._patiently(name, put, again=forgotten)
 
     def _put(self, name: str, data: bytes, mode: Any) -> None:
         self._patiently(

@@ -1,5 +1,7 @@
 """What a failed request to an object store means, and what the user can do about it."""
 
+import re
+
 from obstore import exceptions as failures
 
 from draftsmith.core import Damaged, UserError
@@ -19,6 +21,15 @@ def passing(error: Exception) -> bool:
     if not isinstance(error, failures.GenericError):
         return False
     return not any(words in str(error) for words in ("status 4", "status: 4", NO_COPY, "501 Not"))
+
+
+def forgotten(error: Exception) -> bool:
+    """Whether the server no longer has what it took of an upload: one that was killed and started anew
+    may have lost a part, or all.
+    """
+    return is_missing(error) or any(
+        words in str(error) for words in ("InvalidPart", "NoSuchUpload")
+    )
 
 
 SAID = (
@@ -42,6 +53,8 @@ SAID = (
 def explain(error: Exception, where: str, bucket: str) -> UserError:
     """The error for the user."""
     text = " ".join(str(error).partition("Debug source")[0].split())
+    answer = re.search(r"<Code>(.+?)</Code>(?:\s*<Message>(.+?)</Message>)?", text)
+    said = ": ".join(filter(None, answer.groups())) if answer else text[:300]
     for words, meaning, remedy in SAID:
         if words in text:
             return UserError(
@@ -61,7 +74,7 @@ def explain(error: Exception, where: str, bucket: str) -> UserError:
         )
     return UserError(
         where=where,
-        found=f"no usable answer from the object store ({text[:300]})",
+        found=f"no usable answer from the object store ({said})",
         expected="an S3 server",
         remedy="Check AWS_ENDPOINT_URL, AWS_REGION and the network; the same command goes on from "
         "what is stored.",

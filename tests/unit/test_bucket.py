@@ -178,6 +178,30 @@ def test_a_server_killed_while_a_large_object_goes_up(tmp_path, monkeypatch, sma
         server.kill()
 
 
+def test_an_upload_of_which_the_server_lost_a_part_is_begun_again(
+    tmp_path, monkeypatch, small_parts
+):
+    """As one does that was killed before a part was on its disk."""
+    server = s3_servers.localbucket(tmp_path)
+    s3_servers.use(monkeypatch, server.url)
+    data, lost, stop = os.urandom(20 << 20), [], threading.Event()
+
+    def lose_one():
+        while not lost and not stop.is_set():
+            for part in tmp_path.glob(".localbucket-uploads/*/00001"):
+                part.unlink()
+                lost.append(part)
+
+    thief = threading.Thread(target=lose_one)
+    thief.start()
+    place = places.at(f"{WHERE}/lost")
+    place.put_new("x", [memoryview(data)])
+    stop.set()
+    thief.join()
+    assert lost and place.read("x") == data
+    server.kill()
+
+
 def test_what_dead_writers_put_aside_is_hidden_and_goes_after_a_day(moto, monkeypatch):
     s3_servers.use(monkeypatch, moto.url)
     place = places.at(f"{WHERE}/left")
