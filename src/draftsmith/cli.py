@@ -5,6 +5,7 @@ Exit codes: 0 good, 1 failed or a fault found, 2 wrong use, 3 stalled, 4 stopped
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ import yaml
 
 from draftsmith import options
 from draftsmith.core import FaultFound, Stopped, UserError
+from draftsmith.files import FULL
 from draftsmith.signals import sigterm_unwinds
 
 GOOD, FAILED, WRONG_USE, STALLED, STOPPED = range(5)
@@ -33,6 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     except FaultFound as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         return FAILED
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        with contextlib.suppress(OSError):  # it may be the disk of the log
+            print(f"draftsmith: no space left on the disk ({error})", file=sys.stderr)
+        return WRONG_USE
     except (Stopped, KeyboardInterrupt) as error:
         print(f"draftsmith: stopped ({error or 'interrupted'})", file=sys.stderr)
         return STOPPED

@@ -54,7 +54,8 @@ def run(cfg: RunConfig) -> StageResult:
     out = folder(cfg)
     tokens = tokenize_stage.finished(cfg)
     dtype_name = cfg.target.dtype if cfg.evaluate.dtype == "target" else cfg.evaluate.dtype
-    with stage_report(cfg.root, "evaluate") as stage:
+    sizes = f"evaluate.tree_budget {cfg.evaluate.tree_budget}, max_new_tokens {cfg.evaluate.max_new_tokens}"
+    with stage_report(cfg.root, "evaluate", sizes) as stage:
         info, tokenizer = inspect_target(cfg.target), load_tokenizer(cfg.target)
         drafter, digest, steps = _drafter(cfg, info)
         inputs = {

@@ -7,23 +7,26 @@ there: torchrun --nnodes N --nproc-per-node G ... -m draftsmith.cli train CONFIG
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from draftsmith.core import FaultFound, Stopped, UserError
-from draftsmith.monitor.failures import first_cause
+from draftsmith.monitor.failures import ECHOES, first_cause
+from draftsmith.monitor.state import LAUNCHED
 from draftsmith.tether import tethered
 
 LOG = "train.log"
+KILLED = re.compile(r"exitcode: -(\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 STOP_S = 60  # what torchrun has for its workers' ends
 
 
@@ -101,7 +104,8 @@ def launch(command: list[str], count: int, notes: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += [f"--nproc-per-node={count}", "-m", "draftsmith.cli", *command]
     with open(notes / LOG, "ab") as log:
-        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        begin = log.tell()
+        env = {"OMP_NUM_THREADS": "1", **os.environ, LAUNCHED: "1"}
         process = subprocess.Popen(tethered(torchrun), env=env, stderr=log)
     try:
         code = process.wait()
@@ -111,14 +115,26 @@ def launch(command: list[str], count: int, notes: Path) -> None:
             process.wait(STOP_S)
         process.kill()
         raise
-    if code == 0:
-        return
+    if code != 0:
+        _raise_first(notes, (notes / LOG).read_bytes()[begin:].decode(errors="replace"), code)
+
+
+def _raise_first(notes: Path, said: str, code: int) -> NoReturn:
+    """The first error in time. A rank that was killed leaves no note: the others' that it is gone are echoes."""
     found = [json.loads(path.read_text()) for path in notes.glob("rank-*.json")]
+    found.sort(key=lambda note: note["at"])
+    own = [note for note in found if note["parts"] or not ECHOES.search(note["cause"])]
+    killed = [
+        found for found in KILLED.findall(said) if found[0] != "15"
+    ]  # torchrun ends the others so
+    if not own and killed:
+        signal, rank, pid = killed[0]
+        raise FaultFound(f"rank {rank}, process {pid}, died (signal {signal}; all: {notes / LOG})")
     if not found:
-        cause = first_cause([(notes / LOG).read_text(errors="replace")])
-        said = cause or f"a training process died without a word (code {code})"
-        raise FaultFound(f"{said} (all of it: {notes / LOG})")
-    first: dict[str, Any] = min(found, key=lambda note: note["at"])
+        cause = first_cause([said])
+        line = cause.line if cause else f"a training process died without a word (code {code})"
+        raise FaultFound(f"{line} (all of it: {notes / LOG})")
+    first: dict[str, Any] = (own or found)[0]
     if first["parts"]:
         raise UserError(**first["parts"])
     raise FaultFound(f"{first['cause']} (the whole error: {notes / LOG})")

@@ -34,7 +34,6 @@ BEAT_S = 2.0
 STOP_S = 90.0  # a checkpoint may have to be finished
 OLD_RUN_S = 120.0  # for what an earlier supervisor left to end
 BACKOFF_MOST_S = 600.0
-OOM_COUNTS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 
 
 def is_worker() -> bool:
@@ -212,6 +211,8 @@ class _Supervisor:
         """Why the worker ended: as it said itself, or as its exit code and its last words tell."""
         if self.said["stalled"]:
             return self.said["stalled"]
+        if full := now.full_disk(self.root):  # then neither the state nor a log may say it
+            return full
         with contextlib.suppress(OSError, ValueError):
             state = json.loads((self.root / "state.json").read_text())
             if state.get("try") == self.said["try"] and state["state"] == "FAILED":
@@ -248,7 +249,7 @@ class _Supervisor:
         """The run has failed. A refused command leaves a finished run what it was."""
         failure = {**failure, "cause": failure["cause"] + why_not}
         self.said["failure"] = failure
-        if code == WRONG_USE:
+        if code == WRONG_USE and failure["category"] != "disk full":
             return  # the worker has said it, and written it down if a stage had begun
         if (self.root / "state.json").exists():
             fail(self.root, failure)
@@ -317,7 +318,14 @@ def _size(path: Path) -> int:
 
 def _oom_kills() -> int:
     """Processes that the system has killed for want of memory in this control group."""
-    for path in OOM_COUNTS:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            return int(Path(path).read_text().split("oom_kill ")[1].split()[0])
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                top = Path("/sys/fs/cgroup") / controllers
+                name = "memory.oom_control" if controllers else "memory.events"
+                # in a container the group's own path may not be there: its files are at the top
+                for folder in (top / path.lstrip("/"), top):
+                    with contextlib.suppress(OSError, ValueError, IndexError):
+                        return int((folder / name).read_text().split("oom_kill ")[1].split()[0])
     return 0

@@ -125,14 +125,14 @@ class Run:
         return contents(self.root / "checkpoints" / last) == contents(other / "checkpoints" / last)
 
 
-def left_over(root: Path) -> list[str]:
-    """Processes that still name this run's folder on their command line."""
+def left_over(folder: Path) -> list[str]:
+    """Processes that still name this folder on their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if str(root.parent) in words and int(path.parent.name) != os.getpid():
+        if str(folder) in words and int(path.parent.name) != os.getpid():
             found.append(words)
     return found

@@ -23,7 +23,7 @@ def before(extracted, tmp_path_factory):
 OFTEN = ["worker raises in a chain", "worker killed -9", "supervisor killed -9", "draftsmith stop", "corrupt shard",
          "stuck in Python"]  # fmt: skip
 SELDOM = ["NaN planted", "stuck worker (SIGSTOP)", "two runs in one folder", "terminal closed", "bad sample",
-          "one of two ranks killed -9", "a tokenizing process killed -9", "clock jumps a day"]  # fmt: skip
+          "one of two ranks killed -9", "an extraction worker killed -9", "clock jumps a day"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OFTEN + [pytest.param(n, marks=pytest.mark.slow) for n in SELDOM])
@@ -32,7 +32,7 @@ def test_the_cause_is_named_and_the_run_ends_as_undisturbed(name, before, tmp_pa
     assert row.named, row.said
     assert row.code == 0, row.run.said()
     assert row.run.same_as(before), "training ends with the same bytes"
-    assert not left_over(row.run.root), "no process is left"
+    assert not left_over(row.run.folder), "no process is left"
 
 
 def test_a_run_that_comes_no_further_is_given_up(before, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from draftsmith.core import UserError
-from draftsmith.monitor import gpus, processes, state, terminal, web
+from draftsmith.monitor import gpus, now, processes, state, terminal, web
 from draftsmith.monitor.history import POINTS, History, thinned
 
 
@@ -95,6 +95,20 @@ def test_the_terminal_shows_progress_curves_and_the_cause(tmp_path):
             assert part in text, part
         assert max(map(len, text.splitlines())) <= width
     assert (terminal.BLOCKS[7] in text) is False, "an ASCII terminal gets ASCII curves"
+
+
+def test_out_of_gpu_memory_is_told_with_this_runs_numbers(tmp_path, monkeypatch):
+    found = [
+        {"index": 0, "name": "x", "used_bytes": 90 << 30, "total_bytes": 96 << 30, "use": None}
+    ]
+    monkeypatch.setattr(state, "gpus", lambda: found)
+    with (
+        pytest.raises(RuntimeError),
+        state.stage_report(tmp_path, "train", "train.micro_batch_tokens 4096"),
+    ):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 7.60 GiB")
+    remedy = now.read(tmp_path)["failure"]["remedy"]
+    assert "Now: train.micro_batch_tokens 4096, gpu0 6.0 of 96.0 GiB free." in remedy
 
 
 def test_a_curve_in_characters():

@@ -53,7 +53,8 @@ PROBES = 8  # samples of the self-test
 def run(cfg: RunConfig) -> StageResult:
     """Extract features of both splits into the store; with the source live there is nothing to do."""
     tokens = tokenize_stage.finished(cfg)
-    with stage_report(cfg.root, "extract") as report:
+    sizes = f"extract.tokens_per_batch {cfg.extract.tokens_per_batch}"
+    with stage_report(cfg.root, "extract", sizes) as report:
         info = inspect_target(cfg.target)
         taps = resolve_taps(cfg.features, info.num_layers)
         store = places.at(cfg.store)

@@ -20,6 +20,8 @@ PREFIX = re.compile(
     r"(?:ERROR|WARNING|INFO|E|W|I)\s?\S* \d\d[-:]\d\d\S* \[[^\]]*\]\s?)+"
 )
 """What torchrun, vLLM and loggers put before each line of a traceback."""
+LOGGED = re.compile(r"[EWIF]\d{4} \d\d:\d\d:\d\d|draftsmith: ")
+"""Another process' or library's own line."""
 ERROR_LINE = re.compile(
     r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault)\b"
 )
@@ -64,7 +66,7 @@ KINDS: tuple[tuple[str, str, str], ...] = (
      r"Temporary failure in name resolution|Connection refused|Max retries exceeded|timed? ?out.*http",
      "Check the network, AWS_ENDPOINT_URL and the bucket's name."),
     ("NCCL or rendezvous",
-     r"NCCL error|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|RendezvousConnectionError|"
+     r"\bgloo\b|NCCL error|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|RendezvousConnectionError|"
      r"RendezvousTimeoutError|Watchdog caught collective|DistNetworkError|EADDRINUSE|"
      r"Address already in use",
      "A rank is gone, or cannot be reached, or its port is taken: look at its own log; NCCL_DEBUG=INFO "
@@ -144,6 +146,8 @@ def _whole(lines: list[str], at: int) -> str:
     for line in lines[at + 1 : at + 6]:
         said = line.strip()
         if not said or TRACEBACK in said or said.startswith(CHAIN) or ERROR_LINE.match(said):
+            break
+        if LOGGED.match(line):
             break
         out.append(said)
     return " ".join(out)[:600]

@@ -5,6 +5,7 @@ supervisor left. A run whose process died shows as FAILED, one that does not adv
 import contextlib
 import fcntl
 import json
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -14,7 +15,10 @@ from draftsmith.core import UserError
 from draftsmith.files import process_lives
 
 DEAD_AFTER_S = 60.0  # without a heartbeat, seen from another host
-LOADING_TIMES = 3  # loading a large target from a slow disk shows no progress
+FULL_BYTES = 64 << 10  # less than one more state.json and a log's lines need
+LOADING_TIMES = (
+    3  # loading a large target from a slow disk shows no progress, nor do ranks that start
+)
 STAGES = ("prepare", "regenerate", "tokenize", "extract", "train", "evaluate", "export")
 ENDED = ("DONE", "FAILED", "STOPPED")
 SUPERVISOR, SUPERVISOR_LOCK = "supervisor.json", ".supervisor"
@@ -38,7 +42,8 @@ def read(root: Path) -> dict[str, Any]:
         if supervisor:
             return _queued(root, state, supervisor)
         state["state"] = "FAILED"
-        state["failure"] = died(f"process {worker['pid']} died without a word")
+        said = f"process {worker['pid']} died without a word"
+        state["failure"] = full_disk(root) or died(said)
     elif not advances(state):
         state["state"] = "STALLED"
         if supervisor and supervisor["stalled"]:
@@ -54,6 +59,19 @@ def died(said: str) -> dict[str, Any]:
         "category": "host memory or killed",
         "remedy": "dmesg tells whether the system killed it for want of memory: then use fewer workers or "
         "a larger machine. The same command goes on.",
+    }
+
+
+def full_disk(root: Path) -> dict[str, Any] | None:
+    """The failure that the run's disk is full: what happened then could not be written down. None if it is not."""
+    free = shutil.disk_usage(root).free
+    if free > FULL_BYTES:
+        return None
+    return {
+        "cause": f"a full disk: {free:,} bytes are free at {root}",
+        "trace": "",
+        "category": "disk full",
+        "remedy": "Free space, or point run and features.store at a larger disk; the same command goes on.",
     }
 
 
@@ -73,7 +91,7 @@ def read_supervisor(root: Path) -> dict[str, Any] | None:
 
 def advances(state: dict[str, Any]) -> bool:
     """Whether something was done lately. On this host the clock that no one sets tells."""
-    limit = state["stall_s"] * (LOADING_TIMES if state["state"] == "LOADING" else 1)
+    limit = state["stall_s"] * (LOADING_TIMES if state["state"] in ("LOADING", "QUEUED") else 1)
     if state["workers"][0]["host"] == socket.gethostname():
         return time.monotonic() - state["progress_s"] <= limit
     return time.time() - state["progress_at"] <= limit

@@ -36,6 +36,7 @@ WORKING = {
 WRITE_S, HEARTBEAT_S = 0.5, 2.0
 PROCESSES_S = 10.0  # to look for them costs more than a heartbeat
 LOCK_S = 2.0  # a reader holds the lock for an instant
+LAUNCHED = "DRAFTSMITH_LAUNCHED"  # one of several ranks: why it failed is told by who launched them
 TRY = "DRAFTSMITH_TRY"  # which try of which supervisor a process belongs to
 more_stages: ContextVar[bool] = ContextVar("more_stages", default=False)
 """Set by the pipeline: a finished stage is then followed by another and the run is QUEUED, not
@@ -187,6 +188,15 @@ def failure_of(cause: str, trace: str) -> dict[str, Any]:
     return {"cause": cause, "trace": trace, "category": found.kind, "remedy": remedy}
 
 
+def _free(found: list[dict[str, Any]]) -> str:
+    """Free memory of GPUs, in words."""
+    return ", ".join(
+        f"gpu{gpu['index']} {(gpu['total_bytes'] - gpu['used_bytes']) / 2**30:.1f} of "
+        f"{gpu['total_bytes'] / 2**30:.1f} GiB free"
+        for gpu in found
+    )
+
+
 def fail(root: Path, failure: dict[str, Any]) -> None:
     """The run has failed, whatever its stages say: they are done, or what failed is not in their process."""
     path = root / "state.json"
@@ -205,8 +215,10 @@ def stopped(root: Path, tried: str) -> None:
 
 
 @contextlib.contextmanager
-def stage_report(root: Path, stage: str) -> Iterator[StageReport]:
-    """Run a stage's body under a lock on the folder and record how it ended."""
+def stage_report(root: Path, stage: str, sizes: str = "") -> Iterator[StageReport]:
+    """Run a stage's body under a lock on the folder and record how it ended. `sizes` are the settings that
+    decide how much GPU memory it takes, as they are now: for the remedy when that runs out.
+    """
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -232,7 +244,10 @@ def stage_report(root: Path, stage: str) -> Iterator[StageReport]:
             raise Stopped(f"{stage}; the same command goes on from what is finished") from None
         except BaseException as error:
             trace = "" if isinstance(error, UserError) else traceback.format_exc()
-            end = ("FAILED", failure_of(f"{type(error).__name__}: {error}", trace))
+            failure = failure_of(f"{type(error).__name__}: {error}", trace)
+            if failure["category"] == "GPU memory":
+                failure["remedy"] += f" Now: {', '.join(filter(None, [sizes, _free(gpus())]))}."
+            end = ("QUEUED", None) if LAUNCHED in os.environ else ("FAILED", failure)
             raise
         finally:
             stop.set()

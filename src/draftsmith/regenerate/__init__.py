@@ -35,7 +35,8 @@ def run(cfg: RunConfig) -> StageResult:
     """Answer all prompts of both splits."""
     out = folder(cfg)
     conversations = prepare.finished(cfg)
-    with stage_report(cfg.root, "regenerate") as report:
+    sizes = f"regenerate.batch_size {cfg.regenerate.batch_size}"
+    with stage_report(cfg.root, "regenerate", sizes) as report:
         tokenizer = load_tokenizer(cfg.target)
         manifest = manifests.begin(
             out, "answers/2", _inputs(cfg, conversations, tokenizer), remake=False

@@ -87,7 +87,10 @@ def num_processes(cfg: RunConfig) -> int:
 def _run(cfg: RunConfig, ranks: Ranks) -> StageResult:
     out = folder(cfg)
     tokens = tokenize_stage.finished(cfg)
-    reported = stage_report(cfg.root, "train") if ranks.lead else contextlib.nullcontext(NoReport())
+    sizes = f"train.micro_batch_tokens {cfg.train.micro_batch_tokens}, {cfg.train.blocks_together} blocks"
+    reported = (
+        stage_report(cfg.root, "train", sizes) if ranks.lead else contextlib.nullcontext(NoReport())
+    )
     with reported as report:
         inputs, shape = _inputs(cfg)
         if inputs["source"] == "store" and not is_finished(cfg):

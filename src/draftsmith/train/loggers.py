@@ -1,11 +1,15 @@
 """Curves besides events.jsonl: TensorBoard's files in RUN/logs, Weights & Biases, Trackio."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from draftsmith.config import RunConfig
 from draftsmith.core import UserError
+from draftsmith.files import disk_errors
+
+FLUSH_S = 10.0
 
 
 class Loggers:
@@ -30,15 +34,33 @@ Opened = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
 
 
 def _tensorboard(cfg: RunConfig) -> Opened:
-    from tensorboardX import SummaryWriter
+    """Without SummaryWriter's thread: when that dies, of a full disk say, the training waits for it for ever."""
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
 
-    writer = SummaryWriter(logdir=str(cfg.root / "logs" / "tensorboard"), flush_secs=10)
+    folder = cfg.root / "logs" / "tensorboard"
+    folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors(folder):
+        writer = EventsWriter(str(folder / "events"))
+    flushed = time.monotonic()
 
     def write(step: int, numbers: dict[str, float]) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(f"train/{name}", value, step)
+        nonlocal flushed
+        values = [Summary.Value(tag=f"train/{name}", simple_value=x) for name, x in numbers.items()]
+        with disk_errors(folder):
+            writer.write_event(
+                Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+            )
+            if time.monotonic() - flushed > FLUSH_S:
+                writer.flush()
+                flushed = time.monotonic()
 
-    return write, writer.close
+    def close() -> None:
+        with disk_errors(folder):
+            writer.close()
+
+    return write, close
 
 
 def _wandb(cfg: RunConfig) -> Opened:

@@ -138,8 +138,11 @@ class Judge:
 
     def measure(self) -> dict[str, float]:
         """tau and, of the same drafter on another text's features, tau_shuffled."""
-        counted = torch.tensor(
-            [[r.tokens, r.rounds] for pair in self.texts().values() for r in pair]
+        counted = (
+            torch.tensor(  # of no text at all on a rank, where there are more ranks than texts
+                [[r.tokens, r.rounds] for pair in self.texts().values() for r in pair],
+                dtype=torch.long,
+            )
         )
         sums = self._ranks.sum(counted.view(-1, 2, 2).sum(0))
         own, other = (Rounds(*row) for row in sums.tolist())
