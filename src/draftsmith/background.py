@@ -14,13 +14,14 @@ from draftsmith.monitor import now
 
 LOG = "supervisor.log"
 START_S = 60.0
+LOADING_S = 20.0  # most mistakes are refused before that
 STOP_S = 180.0  # a supervisor gives its worker 90 s
 GOOD = 0
 
 
 def detach(root: Path, words: list[str]) -> int:
-    """Start `draftsmith WORDS` in a session of its own, and return once it has taken the run; what it says
-    goes to RUN/logs. Its exit code, if it ends before that.
+    """Start `draftsmith WORDS` in a session of its own, and return once a stage works, or has been loading for
+    a while; what it says goes to RUN/logs. Its exit code, if it ends before that.
     """
     (root / "logs").mkdir(parents=True, exist_ok=True)
     path = root / "logs" / LOG
@@ -30,15 +31,22 @@ def detach(root: Path, words: list[str]) -> int:
             [sys.executable, "-m", "draftsmith.cli", *words],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-    patience = time.monotonic() + START_S
+    patience, loading = time.monotonic() + START_S, time.monotonic() + LOADING_S
     while time.monotonic() < patience:
         code = process.poll()
         said = now.read_supervisor(root)
-        if said and said["pid"] == process.pid:
+        begun = said is not None and said["pid"] == process.pid
+        if begun and (
+            now.read(root)["state"] not in ("QUEUED", "LOADING") or time.monotonic() > loading
+        ):
             print(f"started, process {process.pid}; draftsmith status|watch|stop {root}")
             return GOOD
         if code is not None:
-            print(path.read_bytes()[begin:].decode(errors="replace"), end="", file=sys.stderr)
+            print(
+                path.read_bytes()[begin:].decode(errors="replace"),
+                end="",
+                file=sys.stderr if code else sys.stdout,
+            )
             return code
         time.sleep(0.1)
     raise FaultFound(f"process {process.pid} did not begin within {START_S:.0f} s ({path})")

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"draftsmith: no space left on the disk ({error})", file=sys.stderr)
         return WRONG_USE
     except (Stopped, KeyboardInterrupt) as error:
-        print(f"draftsmith: stopped ({error or 'interrupted'})", file=sys.stderr)
+        print(f"draftsmith: stopped ({str(error) or 'interrupted'})", file=sys.stderr)
         return STOPPED
 
 

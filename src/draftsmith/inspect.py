@@ -3,6 +3,7 @@ in the terminal or as a page; or the summary by source, as text and as a picture
 """
 
 import html
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from draftsmith.config import RunConfig
 from draftsmith.core import Sample, UserError
 from draftsmith.files import write_atomic
 
+BEGIN_MARK, END_MARK = "[[supervised:", "]]"  # where there is no colour
 PAGE = """<!doctype html>
 <meta charset="utf-8">
 <title>{title}</title>
@@ -170,15 +172,19 @@ def _heading(sample: Sample, number: int) -> tuple[str, str]:
 
 
 def _marked(tokenizer: Any, runs: list[_Run], ids: bool) -> Text:
-    text = Text()
+    """In colour on a terminal, else with marks around what is supervised."""
+    text, plain, inside = Text(), not sys.stdout.isatty(), False
     for run in runs:
+        if plain and run.supervised != inside:
+            text.append(END_MARK if inside else BEGIN_MARK)
+            inside = run.supervised
         style = "bold yellow" if run.special else ""
         text.append(
             tokenizer.decode(run.ids), f"{style} on dark_green" if run.supervised else style
         )
         if ids:
             text.append(f"[{run.ids[0]}]", "dim")
-    return text
+    return text.append(END_MARK if inside else "")
 
 
 def _marked_html(tokenizer: Any, runs: list[_Run], ids: bool) -> str:

@@ -185,13 +185,14 @@ class _Supervisor:
         then = (
             f"After {limit:.0f} s more it is started again." if self.rules.restart_stalled else ""
         )
-        cause = f"no progress for {limit:.0f} s: {standing or 'no stack could be read'}"
+        cause = f"no progress for {limit:.0f} s: {standing or 'no stack could be read'}."
         self._event(state["stage"], "stalled", cause=cause, stacks=str(path))
         return {
             "cause": cause,
             "trace": "",
             "category": "stalled",
             "remedy": f"All stacks: {path}. {then}".strip(),
+            "ours": False,
             "since_s": time.monotonic(),
         }
 
@@ -304,8 +305,7 @@ def _tell(text: str) -> None:
 
 def _why_not(failure: dict[str, Any], in_vain: int, rules: SuperviseConfig) -> str | None:
     """Why the worker is not to be started again, as a comment on the failure; None: it is."""
-    ours = failure["cause"].startswith(("UserError", "FaultFound", "draftsmith: "))
-    if failure["category"] in FINAL or (ours and failure["category"] not in TRANSIENT):
+    if failure["category"] in FINAL or (failure["ours"] and failure["category"] not in TRANSIENT):
         return ""
     if in_vain >= rules.retries:
         return f" (after {in_vain} restarts that came no further)" if in_vain else ""

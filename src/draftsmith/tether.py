@@ -26,7 +26,7 @@ def main() -> int:
     """Run the command until it ends, SIGTERM comes or the parent is gone; the command's exit code."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     adopt_orphans()
-    code = 143
+    code, child = 143, None
     try:
         with sigterm_unwinds():
             child = subprocess.Popen(command)
@@ -38,6 +38,8 @@ def main() -> int:
                     continue
     except (Stopped, KeyboardInterrupt):
         pass
+    if child is not None and child.poll() is None:
+        end([child.pid], wait_s=END_S)  # torchrun hands it on: its ranks are told once
     end(descendants(os.getpid()), wait_s=END_S)
     return code if code >= 0 else 128 - code
 

@@ -94,6 +94,8 @@ def stopped_by_command(before: Path, folder: Path) -> Row:
     subprocess.run([*words, "stop", str(run.root)], **options)
     seen = run.until(lambda s: s["state"] == "STOPPED", begun)
     assert not left_over(run.folder)
+    kept = run.root / "checkpoints" / f"step-{seen.state['done']}"
+    assert kept.is_dir(), "it stopped with a checkpoint of its last step"
     return Row(seen, "", run, run.again(), again=True)
 
 

@@ -52,6 +52,21 @@ def test_a_board_holds_stages_curves_and_events(tmp_path):
     assert "tau" not in history.board()["curves"]
 
 
+def test_a_stage_that_is_skipped_or_refused_stays_what_it_was(tmp_path):
+    training(tmp_path)
+    history = History(tmp_path)
+    before = history.board()["stages"]
+    event(tmp_path, "extract", "start")
+    event(tmp_path, "extract", "queued")
+    event(tmp_path, "train", "start")
+    event(tmp_path, "train", "failed", cause="refused")
+    assert history.board()["stages"] == before
+    event(tmp_path, "train", "start")
+    event(tmp_path, "train", "working", total=30, unit="steps", done=20)
+    event(tmp_path, "train", "failed", cause="in the middle")
+    assert history.board()["stages"][-1]["state"] == "failed"
+
+
 def test_half_a_line_is_read_when_it_is_whole_and_a_new_folder_from_its_beginning(tmp_path):
     training(tmp_path, steps=3)
     history = History(tmp_path)

@@ -46,7 +46,9 @@ class History:
             "name": self.root.resolve().name,
             "state": state,
             "line": now.line(state) if "workers" in state else state["said"],
-            "stages": [{"name": name, **stage} for name, stage in self.stages.items()],
+            "stages": [
+                {"name": name, **stage, "before": None} for name, stage in self.stages.items()
+            ],
             "curves": {name: thinned(curve) for name, curve in self.curves.items() if curve},
             "recent": list(self.recent),
             "report": (self.root / "eval" / "report.html").is_file(),
@@ -84,11 +86,17 @@ class History:
             event["stage"], {"begun_at": at, "ended_at": None, "state": ""}
         )
         if kind == "start":
-            stage.update(begun_at=at, ended_at=None, state="working")
+            before = {key: value for key, value in stage.items() if key != "before"}
+            stage.update(begun_at=at, ended_at=None, state="working", before=before)
         elif kind == "working":
-            stage.update(total=event["total"], unit=event["unit"])
+            stage.update(total=event["total"], unit=event["unit"], before={})
         elif kind in ("done", "queued", "failed", "stopped"):
-            stage.update(ended_at=at, state="done" if kind == "queued" else kind)
+            if (
+                stage.get("before", {}).get("state") == "done"
+            ):  # it was skipped, or refused: what was done stays
+                stage.update(stage["before"])
+            else:
+                stage.update(ended_at=at, state="done" if kind == "queued" else kind)
 
 
 def told(event: dict[str, Any]) -> str:

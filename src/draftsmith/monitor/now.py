@@ -56,6 +56,7 @@ def died(said: str) -> dict[str, Any]:
     return {
         "cause": f"{said} (killed, or out of memory)",
         "trace": "",
+        "ours": False,
         "category": "host memory or killed",
         "remedy": "dmesg tells whether the system killed it for want of memory: then use fewer workers or "
         "a larger machine. The same command goes on.",
@@ -70,6 +71,7 @@ def full_disk(root: Path) -> dict[str, Any] | None:
     return {
         "cause": f"a full disk: {free:,} bytes are free at {root}",
         "trace": "",
+        "ours": True,
         "category": "disk full",
         "remedy": "Free space, or point run and features.store at a larger disk; the same command goes on.",
     }
@@ -111,6 +113,8 @@ def _queued(
     return {
         **(state or blank),
         "state": "QUEUED",
+        "rate": None,
+        "eta_s": None,
         "workers": [{"pid": supervisor["pid"], "host": host, "role": "supervisor"}],
         "failure": failure or supervisor["failure"],
         "supervisor": supervisor,

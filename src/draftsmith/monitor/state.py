@@ -38,6 +38,12 @@ PROCESSES_S = 10.0  # to look for them costs more than a heartbeat
 LOCK_S = 2.0  # a reader holds the lock for an instant
 LAUNCHED = "DRAFTSMITH_LAUNCHED"  # one of several ranks: why it failed is told by who launched them
 TRY = "DRAFTSMITH_TRY"  # which try of which supervisor a process belongs to
+OURS = {
+    "UserError": "wrong use",
+    "Damaged": "damaged file",
+    "FaultFound": "fault found",
+    "draftsmith": "wrong use",
+}
 more_stages: ContextVar[bool] = ContextVar("more_stages", default=False)
 """Set by the pipeline: a finished stage is then followed by another and the run is QUEUED, not
 DONE.
@@ -177,15 +183,25 @@ def event(root: Path, stage: str, kind: str, **fields: Any) -> None:
 
 
 def failure_of(cause: str, trace: str) -> dict[str, Any]:
-    """An error as a failure: of a chain the first one is the cause; its kind and, where it does not say so
-    itself, what to do.
+    """An error, 'Type: what it says', as a failure: of a chain the first one is the cause; its kind and, where it
+    does not say so itself, what to do. `ours`: a message of this program's, which the same work would meet again.
     """
+    kind, _, said = cause.partition(": ")
     first = next(iter(errors(trace)), cause)
     found = classify(first)
-    if first.split(":")[0].rpartition(".")[2] != cause.split(":")[0]:
+    if kind in OURS:
+        category = OURS[kind] if found.kind == "unknown" else found.kind
+        remedy = found.remedy if kind == "FaultFound" and found.kind != "unknown" else ""
+        return {"cause": said, "trace": trace, "category": category, "remedy": remedy, "ours": True}
+    if first.split(":")[0].rpartition(".")[2] != kind:
         cause = f"{first} (then {cause})"
-    remedy = "" if cause.startswith("UserError") else found.remedy
-    return {"cause": cause, "trace": trace, "category": found.kind, "remedy": remedy}
+    return {
+        "cause": cause,
+        "trace": trace,
+        "category": found.kind,
+        "remedy": found.remedy,
+        "ours": False,
+    }
 
 
 def _free(found: list[dict[str, Any]]) -> str:

@@ -36,7 +36,8 @@ def serve(roots: list[Path], *, host: str, port: int) -> None:
     own = is_loopback(host)
     token = None if own else os.environ.get(TOKEN) or secrets.token_urlsafe(16)
     listening = _listen(host, port)
-    at = f"http://{host if ':' not in host else f'[{host}]'}:{listening.getsockname()[1]}/"
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    at = f"http://{name if ':' not in name else f'[{name}]'}:{listening.getsockname()[1]}/"
     print(f"{at}{'' if token is None else f'?token={token}'}", flush=True)
     config = uvicorn.Config(
         build(roots, token), log_level="warning", timeout_graceful_shutdown=1, server_header=False
@@ -47,6 +48,7 @@ def serve(roots: list[Path], *, host: str, port: int) -> None:
 
 def _needed() -> tuple[Any, Any]:
     try:
+        import starlette  # noqa: F401
         import uvicorn
 
         return uvicorn, app

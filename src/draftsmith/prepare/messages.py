@@ -52,7 +52,7 @@ def _parsed(value: Any) -> Any:
 def _message(i: int, message: Any) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in ROLES:
-        raise Bad("role", f"messages[{i}] without a known role", f"a role of {sorted(ROLES)}")
+        raise Bad("role", f"messages[{i}] of role {role!r}", f"a role of {sorted(ROLES)}")
     out = dict(message)
     calls = message.get("tool_calls")
     out["content"] = _content(i, message.get("content"), calls=bool(calls))
@@ -112,6 +112,8 @@ def oddities(messages: list[dict[str, Any]]) -> list[str]:
     odd = []
     if any(not isinstance(i, str) or not i for i in ids):
         odd.append("tool calls without ids")
+    if any(not isinstance(call["function"].get("arguments", {}), dict) for call in calls):
+        odd.append("tool calls whose arguments are no JSON object")
     named = [str(i) for i in ids if i]
     if len(set(named)) < len(named):
         odd.append("tool calls that share an id")

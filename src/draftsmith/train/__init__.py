@@ -20,7 +20,7 @@ import draftsmith.tokenize as tokenize_stage
 from draftsmith import extract, files
 from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig
-from draftsmith.core import FaultFound, StageResult, UserError
+from draftsmith.core import FaultFound, StageResult, Stopped, UserError
 from draftsmith.drafter.checkpoint import find_drafter, load_drafter, read_shape
 from draftsmith.drafter.config import DrafterShape, check_belongs, resolve_shape, warm_shape
 from draftsmith.drafter.model import DFlash
@@ -28,6 +28,7 @@ from draftsmith.drafter.parallelize import clip_and_scale, parallelize, synced
 from draftsmith.features import FeatureBatch
 from draftsmith.monitor.state import NoReport, Report, fail, failure_of, stage_report
 from draftsmith.ranks import Ranks, inside, joined, launch
+from draftsmith.signals import stop_is_noted
 from draftsmith.target.load import device_of, inspect_target, load_tokenizer
 from draftsmith.target.taps import resolve_taps
 from draftsmith.train import checkpoints, guards
@@ -195,7 +196,7 @@ def _check_anchors(num_anchors: Sequence[int]) -> None:
 class Sums:
     """Of one step over all ranks: the mean loss, the gradients' norm before it was limited, and the
     share of anchors whose first k drafts are right, k = 1..B-1; of this rank: seconds waited for
-    features, and the micro-batches.
+    features, and the micro-batches; and whether any rank was told to stop.
     """
 
     loss: Tensor
@@ -203,15 +204,17 @@ class Sums:
     survival: Tensor
     waited_s: float
     batches: list[FeatureBatch]
+    stopping: Tensor
 
 
 def train_step(
     forward: Forward, batches: Iterator[FeatureBatch | None], rounds: int, epoch: int, ranks: Ranks,
-    *, clip_norm: float,
+    *, clip_norm: float, stopping: bool = False,
 ) -> Sums:  # fmt: skip
     """Gradients of one step: the mean over its weighted slots, however they are batched and shared out."""
     B, waited, seen = forward.drafter.shape.block_size, 0.0, []
-    sums = torch.zeros(B + 2, dtype=torch.float64, device=forward.device)
+    sums = torch.zeros(B + 3, dtype=torch.float64, device=forward.device)
+    sums[-1] = stopping
     for k in range(rounds):
         asked = time.perf_counter()
         batch = next(batches)
@@ -223,13 +226,14 @@ def train_step(
         counts = torch.stack(
             [loss.weighted_sum.detach(), loss.weight_sum, kept.new_tensor(anchors)]
         )
-        sums += torch.cat([counts, kept])
+        sums[:-1] += torch.cat([counts, kept])
         seen += [] if batch is None else [batch]
     ranks.sum(sums)
     weight = sums[1].clamp_min(1e-9)
     factor = (ranks.count / weight).float()  # what ranks hold is the mean of their sums
     norm = clip_and_scale(forward.drafter, factor, clip_norm)
-    return Sums(sums[0] / weight, norm, sums[3:] / sums[2].clamp_min(1), waited, seen)
+    survival = sums[3:-1] / sums[2].clamp_min(1)
+    return Sums(sums[0] / weight, norm, survival, waited, seen, sums[-1] > 0)
 
 
 def train(
@@ -259,44 +263,57 @@ def train(
     batches = forward.micro_batches(opened.source, steps[begin:], ranks)
     if begin == 0:
         batches = guards.alive(batches, taps)
-    for number in range(begin, len(steps)):
-        started, step = time.perf_counter(), steps[number]
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(settings, number, len(steps))
-        rounds = len(rows_of(step, ranks))
-        sums = train_step(forward, batches, rounds, step.epoch, ranks, clip_norm=settings.clip_norm)
-        wrong = gradients.wrong(sums.norm.item(), sums.loss.item())
-        if wrong:
-            guards.refuse(number + 1, wrong, sums.batches, taps)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        done, took = number + 1, time.perf_counter() - started
-        if done % settings.log_every == 0 or done == len(steps):
-            tokens = sum(opened.source.lengths[i] for row in step.rows for i in row)
-            survival = sums.survival.tolist()
-            last = {
-                "loss": sums.loss.item(),
-                "anchor_tau": 1 + sum(survival),
-                "grad_norm": sums.norm.item(),
-                "lr": optimizer.param_groups[0]["lr"],
-                "tokens_per_s": tokens / took,
-                "data_wait": sums.waited_s / took,
-                **({"of_ceiling": rounds * ceiling_s / took} if ceiling_s else {}),
-                **_memory(device),
-            }
-            report.event("step", step=done, epoch=step.epoch, **last, survival=survival)
-            if loggers:
-                by_slot = {f"survival/{k + 1}": x for k, x in enumerate(survival)}
-                loggers.log(done, {**last, **by_slot})
-        report.progress(done, **last)
-        saves = done % settings.checkpoint_every == 0 or done == len(steps)
-        if saves or done == judge.first:
-            last = {**last, **judge.at(done, saved=saves)}
-            if loggers:
-                loggers.log(done, last)
-        if saves:
-            saver.best = judge.best
-            saver.save(drafter, optimizer, done)
+    with stop_is_noted() as told:
+        for number in range(begin, len(steps)):
+            started, step = time.perf_counter(), steps[number]
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(settings, number, len(steps))
+            rounds = len(rows_of(step, ranks))
+            sums = train_step(
+                forward,
+                batches,
+                rounds,
+                step.epoch,
+                ranks,
+                clip_norm=settings.clip_norm,
+                stopping=told(),
+            )
+            wrong = gradients.wrong(sums.norm.item(), sums.loss.item())
+            if wrong:
+                guards.refuse(number + 1, wrong, sums.batches, taps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            done, took = number + 1, time.perf_counter() - started
+            if done % settings.log_every == 0 or done == len(steps):
+                tokens = sum(opened.source.lengths[i] for row in step.rows for i in row)
+                survival = sums.survival.tolist()
+                last = {
+                    "loss": sums.loss.item(),
+                    "anchor_tau": 1 + sum(survival),
+                    "grad_norm": sums.norm.item(),
+                    "lr": optimizer.param_groups[0]["lr"],
+                    "tokens_per_s": tokens / took,
+                    "data_wait": sums.waited_s / took,
+                    **({"of_ceiling": rounds * ceiling_s / took} if ceiling_s else {}),
+                    **_memory(device),
+                }
+                report.event("step", step=done, epoch=step.epoch, **last, survival=survival)
+                if loggers:
+                    by_slot = {f"survival/{k + 1}": x for k, x in enumerate(survival)}
+                    loggers.log(done, {**last, **by_slot})
+            report.progress(done, **last)
+            stopping = sums.stopping.item() and done < len(steps)
+            saves = done % settings.checkpoint_every == 0 or done == len(steps)
+            if saves or done == judge.first:
+                last = {**last, **judge.at(done, saved=saves)}
+                if loggers:
+                    loggers.log(done, last)
+            if saves or stopping:
+                saver.best = judge.best
+                saver.save(drafter, optimizer, done)
+            if stopping:
+                saver.wait()
+                raise Stopped(f"after step {done}")
     saver.wait()
     ranks.barrier()
     if loggers:
