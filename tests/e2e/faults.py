@@ -41,6 +41,8 @@ class Row:
     """Of the command that ended the run."""
     again: bool = False
     """Whether a person had to give the command again."""
+    undisturbed: Path | None = None
+    """The run to compare with, where it is not the common one."""
 
     @property
     def named(self) -> bool:
@@ -131,7 +133,11 @@ def rank_killed(before: Path, folder: Path) -> Row:
     assert run.process is not None
     ranks = [p for p in processes.descendants(run.process.pid) if _rank(p) == "1"]
     seen = after(run, run.kill(ranks[0]))
-    return Row(seen, rf"rank 1, process {ranks[0]}, died \(signal 9", run, run.end())
+    code = run.end()
+    alone = Run(before, folder.with_name(f"{folder.name}-alone"), train={**TRAIN, "processes": 2})
+    assert alone.again() == 0, alone.said()
+    cause = rf"rank 1, process {ranks[0]}, died \(signal 9"
+    return Row(seen, cause, run, code, undisturbed=alone.root)
 
 
 def _rank(pid: int) -> str | None:
@@ -355,7 +361,7 @@ def main() -> None:
         then = "goes on by itself" if not row.again else "the same command goes on"
         then += (
             ", same bytes"
-            if row.code == 0 and row.run.same_as(before)
+            if row.code == 0 and row.run.same_as(row.undisturbed or before)
             else f", EXIT {row.code}, NOT THE SAME"
         )
         left = "" if not left_over(row.run.folder) else ", PROCESSES LEFT"

@@ -9,10 +9,12 @@ from transformers import AutoTokenizer
 from draftsmith import prepare, tables
 from draftsmith import tokenize as tokenize_stage
 from draftsmith.cli import main
+from draftsmith.config import TokenizeConfig
 from draftsmith.configfile import load
 from draftsmith.core import UserError
-from draftsmith.tokenize.rows import render_chat
+from draftsmith.tokenize.rows import as_row, render_chat
 from draftsmith.tokenize.template import render_prompt
+from draftsmith.tokenize.work import _Part
 from tiny_models import assets
 
 EOS = [2]  # <|im_end|> of the tiny target
@@ -189,3 +191,12 @@ def test_a_source_file_may_move(tmp_path):
         prepared(tmp_path / name, rows)
         digests.append(prepare.finished(load(tmp_path / name / "config.yaml"))["digest"])
     assert digests[0] == digests[1]
+
+
+def test_a_row_that_supervises_end_tokens_alone_is_counted_as_useless():
+    """An answer of reasoning that the template drops leaves <|im_end|>: it would teach to say nothing."""
+    part = _Part(TokenizeConfig(template_kwargs={}), eos=[2])
+    about = {"sample_id": 7, "source": "a", "split": "train"}
+    rows = [([5, 6, 2], [0, 0, 1]), ([5, 6, 2], [0, 1, 1]), ([5, 6], [0, 0])]
+    part.add(about, [as_row(*row) for row in rows])
+    assert part.counts["without_supervised_tokens"] == 2 and part.counts["train"] == 1

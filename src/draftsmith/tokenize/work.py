@@ -58,7 +58,7 @@ def setup(rules: Rules) -> None:
 
 def tokenize_part(job: Job) -> int:
     """Write a part of tokens, with its counts in the file's metadata; how many chats it came from."""
-    part = _Part(_rules.tokenize)
+    part = _Part(_rules.tokenize, _rules.eos)
     number = 0
     for meta, rows in _answers(job) if job.splits is not None else _chats(job, part):
         number += 1
@@ -75,8 +75,8 @@ def counts_of(path: Path) -> dict[str, Any]:
 class _Part:
     """The rows of a part of tokens, as they come."""
 
-    def __init__(self, cfg: TokenizeConfig) -> None:
-        self.cfg = cfg
+    def __init__(self, cfg: TokenizeConfig, eos: list[int]) -> None:
+        self.cfg, self.eos = cfg, eos
         self.counts: Counter[str] = Counter()
         self.useless: list[int] = []
         self.refused: list[str] = []
@@ -93,7 +93,8 @@ class _Part:
                 if self.cfg.too_long == "split":
                     ids, mask = _whole_turns(ids, mask, rows[number][1])
             supervised = int(mask.sum())
-            if not supervised:
+            few = supervised < 8 and np.isin(ids[mask.astype(bool)], self.eos).all()
+            if few:  # nothing, or end tokens alone
                 self.counts["without_supervised_tokens"] += 1
                 self.useless.append(meta["sample_id"])
                 continue
