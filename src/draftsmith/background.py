@@ -70,12 +70,11 @@ def stop(root: Path) -> int:
 
 def _leader(root: Path) -> int | None:
     """The process to tell: the supervisor, or that of a stage without one."""
-    said: dict[str, Any] | None = now.read_supervisor(root)
-    if said is None:
-        state = now.read(root)
-        if state["state"] in now.ENDED:
-            return None
-        said = state["workers"][0]
+    supervisor = now.read_supervisor(root)
+    state = now.read(root)
+    if supervisor is None and state["state"] in now.ENDED:
+        return None
+    said: dict[str, Any] = supervisor or state["workers"][0]
     if said["host"] != socket.gethostname():
         raise UserError(
             where=str(root),

@@ -126,14 +126,16 @@ class _Supervisor:
         if sys.stdout.isatty():
             env["COLUMNS"] = str(shutil.get_terminal_size().columns)  # for tables in the log
         command = [sys.executable, "-m", "draftsmith.cli", *self.words]
-        with contextlib.ExitStack() as files:
-            out = {
-                name: files.enter_context(open(self.root / "logs" / log, "ab"))
-                for name, log in LOGS.items()
-            }
-            echoes = [_Echo(self.root / "logs" / LOGS[name], getattr(sys, name)) for name in out]
+        logs = [self.root / "logs" / LOGS[name] for name in ("stdout", "stderr")]
+        with open(logs[0], "ab") as out, open(logs[1], "ab") as err:
+            echoes = [_Echo(logs[0], sys.stdout), _Echo(logs[1], sys.stderr)]
             self.child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, start_new_session=True, env=env, **out
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                env=env,
             )
             try:
                 self._look_after(self.child, echoes)

@@ -20,7 +20,7 @@ def gpus() -> list[dict[str, Any]]:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         use = None
         with contextlib.suppress(pynvml.NVMLError):  # MIG slices have none
-            use = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+            use = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
         out.append(
             {
                 "index": index,

@@ -36,8 +36,10 @@ Opened = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
 def _tensorboard(cfg: RunConfig) -> Opened:
     """Without SummaryWriter's thread: when that dies, of a full disk say, the training waits for it for ever."""
     from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.proto import event_pb2, summary_pb2
+
+    messages: Any = (event_pb2, summary_pb2)  # protobuf makes their classes at run time
+    Event, Summary = messages[0].Event, messages[1].Summary
 
     folder = cfg.root / "logs" / "tensorboard"
     folder.mkdir(parents=True, exist_ok=True)
