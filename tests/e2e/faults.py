@@ -28,6 +28,7 @@ from runs import environment
 from draftsmith.monitor import processes
 
 DEAD = ("QUEUED", "FAILED")
+FAILED = ("FAILED",)
 
 
 @dataclass
@@ -118,7 +119,7 @@ def frozen(before: Path, folder: Path) -> Row:
 
 def not_finite(before: Path, folder: Path) -> Row:
     run = Run(before, folder).start("not_finite@8")
-    seen = after(run, run.harmed())
+    seen = after(run, run.harmed(), FAILED)
     code = run.end()
     assert code == 2, (code, run.said()[-3000:])
     return Row(seen, r"not finite: .*samples?", run, run.again(), again=True)
@@ -217,7 +218,7 @@ def corrupt_shard(before: Path, folder: Path) -> Row:
     middle = len(whole) // 2  # states, not what the reader takes from the data itself
     shard.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     run.start()
-    seen = after(run, time.monotonic())
+    seen = after(run, time.monotonic(), FAILED)
     code = run.end()
     assert code == 2, (code, run.said()[-3000:])
     shard.unlink()
@@ -230,7 +231,7 @@ def bad_sample(before: Path, folder: Path) -> Row:
     lines = data.read_text().splitlines(keepends=True)
     data.write_text("".join([*lines[:6], '{"messages": 3}\n', *lines[6:]]))
     run.start()
-    seen = after(run, time.monotonic())
+    seen = after(run, time.monotonic(), FAILED)
     code = run.end()
     assert code == 2, (code, run.said()[-3000:])
     data.write_text("".join(lines))

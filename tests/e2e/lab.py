@@ -75,7 +75,9 @@ class Run:
     ) -> Seen:
         """Look at the state until it is so; seconds since `since`, or since now."""
         begun = since or time.monotonic()
-        while time.monotonic() < begun + timeout:
+        ended = False
+        while time.monotonic() < begun + timeout and not ended:
+            ended = self.process is not None and self.process.poll() is not None
             try:
                 state = now.read(self.root)
             except UserError:
@@ -126,7 +128,14 @@ class Run:
 
 
 def left_over(folder: Path) -> list[str]:
-    """Processes that still name this folder on their command line."""
+    """Processes that name this folder on their command line, and do not end within seconds."""
+    deadline = time.monotonic() + 5
+    while (found := _naming(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _naming(folder: Path) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

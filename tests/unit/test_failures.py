@@ -81,6 +81,7 @@ def test_an_echo_alone_is_better_than_nothing_and_the_first_log_comes_first():
         ("process 41 died without a word (killed, or out of memory)", "host memory or killed"),
         ("GenericError: SignatureDoesNotMatch: the request signature", "S3 credentials"),
         ("ConnectionError: [Errno 111] Connection refused", "S3 or network"),
+        ("the mirror s3://b/a is behind (no usable answer from the object store)", "S3 or network"),
         ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp", "NCCL or rendezvous"),
         ("RuntimeError: The server socket has failed to listen: EADDRINUSE", "NCCL or rendezvous"),
         ("RuntimeError: CUDA error: no kernel image is available for execution", "kernel not built for this GPU"),

@@ -43,7 +43,7 @@ class History:
                     stage["state"] = state["state"].lower()
         return {
             "run": str(self.root),
-            "name": self.root.resolve().name,
+            "name": self.root.absolute().name,
             "state": state,
             "line": now.line(state) if "workers" in state else state["said"],
             "stages": [
