@@ -62,7 +62,8 @@ KINDS: tuple[tuple[str, str, str], ...] = (
      r"credentials were refused",
      "Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the clock; `draftsmith doctor CONFIG` tries."),
     ("S3 or network",
-     r"NoSuchBucket|answer from the object store|Error performing|EndpointConnectionError|Could not resolve host|Name or service not known|"
+     r"NoSuchBucket|answer from the object store|Error performing|EndpointConnectionError|"
+     r"Could not resolve host|Name or service not known|"
      r"Temporary failure in name resolution|Connection refused|Max retries exceeded|timed? ?out.*http",
      "Check the network, AWS_ENDPOINT_URL and the bucket's name."),
     ("NCCL or rendezvous",
