@@ -1,5 +1,6 @@
 """`draftsmith run --detach`: a run that goes on without its terminal; `draftsmith stop`: its end."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 
 from draftsmith.core import FaultFound, UserError
 from draftsmith.monitor import now
+from draftsmith.monitor.processes import started
 
 LOG = "supervisor.log"
 START_S = 60.0
@@ -58,7 +60,8 @@ def stop(root: Path) -> int:
     if pid is None:
         print(f"nothing is at work there ({now.line(now.read(root))})")
         return GOOD
-    os.kill(pid, signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, signal.SIGTERM)
     patience = time.monotonic() + STOP_S
     while _leader(root) == pid:
         if time.monotonic() > patience:
@@ -82,4 +85,6 @@ def _leader(root: Path) -> int | None:
             expected="one on this machine",
             remedy=f"Say `draftsmith stop {root}` there.",
         )
+    if said["began"] is None or started(said["pid"]) != said["began"]:
+        return None  # it is gone, and another process may have its number
     return said["pid"]

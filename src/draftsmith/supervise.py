@@ -60,8 +60,10 @@ def run(cfg: RunConfig, words: list[str]) -> int:
     cfg.root.mkdir(parents=True, exist_ok=True)
     (cfg.root / "logs").mkdir(exist_ok=True)
     with locked(cfg.root, now.SUPERVISOR_LOCK):
+        supervisor = _Supervisor(cfg, words)
+        supervisor.say()  # from now on it is this process that `stop` tells
         _wait_for_old(cfg.root)
-        return _Supervisor(cfg, words).run()
+        return supervisor.run()
 
 
 def _wait_for_old(root: Path) -> None:
@@ -80,8 +82,10 @@ class _Supervisor:
     def __init__(self, cfg: RunConfig, words: list[str]) -> None:
         self.root, self.words, self.rules = cfg.root, words, cfg.supervise
         self.child: subprocess.Popen | None = None
+        self.handlers = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGINT)}
         self.said: dict[str, Any] = {
-            "pid": os.getpid(), "host": socket.gethostname(), "started_at": time.time(),
+            "pid": os.getpid(), "began": processes.started(os.getpid()),
+            "host": socket.gethostname(), "started_at": time.time(),
             "heartbeat_at": time.time(), "try": "", "restarts": 0, "retries": self.rules.retries,
             "waits_until": None, "failure": None, "stalled": None,
         }  # fmt: skip
@@ -94,7 +98,7 @@ class _Supervisor:
         try:
             return self._tries()
         except (Stopped, KeyboardInterrupt):
-            stopped(self.root, self.said["try"])
+            stopped(self.root)
             raise
 
     def _tries(self) -> int:
@@ -120,7 +124,7 @@ class _Supervisor:
         number = self.said["restarts"]
         self.said.update(waits_until=None, stalled=None)
         self.said["try"] = f"{os.getpid()}:{number}"
-        self._say()
+        self.say()
         env = {**os.environ, TRY: self.said["try"], "PYTHONUNBUFFERED": "1",
                "DRAFTSMITH_STALL_S": str(self.rules.stall_s)}  # fmt: skip
         if sys.stdout.isatty():
@@ -155,7 +159,7 @@ class _Supervisor:
                 echo.show()
             if time.monotonic() - beat > BEAT_S:
                 beat = time.monotonic()
-                self._say()
+                self.say()
                 if self._stands_still():
                     return
 
@@ -171,7 +175,7 @@ class _Supervisor:
         stalled = self.said["stalled"]
         if stalled is None:
             self.said["stalled"] = self._stall(state)
-            self._say()
+            self.say()
             return False
         waited = time.monotonic() - stalled["since_s"]
         return self.rules.restart_stalled and waited > self.rules.stall_s
@@ -199,11 +203,23 @@ class _Supervisor:
         }
 
     def _end_all(self, child: subprocess.Popen) -> None:
-        """The worker and every process below it; those it left are our children now."""
-        self._say()
+        """The worker and every process below it; those it left are our children now. Told once more to stop,
+        it still ends them all.
+        """
+        for sign in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(sign, signal.SIG_IGN)
+        try:
+            self._end(child)
+        finally:
+            for sign, handler in self.handlers.items():
+                signal.signal(sign, handler)
+
+    def _end(self, child: subprocess.Popen) -> None:
+        self.say()
         if child.poll() is None:
             patience = 0.0 if self.said["stalled"] else STOP_S
             child.terminate()
+            child.send_signal(signal.SIGCONT)  # one that is stopped hears it then
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(patience, processes.END_S))
             child.kill()
@@ -262,7 +278,7 @@ class _Supervisor:
         wait_s = min(self.rules.backoff_s * 2 ** max(in_vain - 1, 0), BACKOFF_MOST_S)
         self.said["restarts"] += 1
         self.said.update(failure=failure, stalled=None, waits_until=time.time() + wait_s)
-        self._say()
+        self.say()
         cause = {key: failure[key] for key in ("cause", "category")}
         self._event("run", "restart", number=self.said["restarts"], wait_s=wait_s, **cause)
         _tell(
@@ -271,13 +287,14 @@ class _Supervisor:
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
             time.sleep(min(1.0, max(deadline - time.monotonic(), 0)))
-            self._say()
+            self.say()
 
     def _event(self, stage: str, kind: str, **fields: Any) -> None:
         with contextlib.suppress(UserError, OSError):
             event(self.root, stage, kind, **fields)
 
-    def _say(self) -> None:
+    def say(self) -> None:
+        """Write supervisor.json."""
         self.said["heartbeat_at"] = time.time()
         with contextlib.suppress(UserError, OSError):
             write_json(self.root / now.SUPERVISOR, self.said)

@@ -1,6 +1,7 @@
 """What viewers show: events in words, curves that a restart takes back, the terminal's view, the page's doors."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import urllib.request
 import pytest
 from rich.console import Console
 
+from draftsmith import background
 from draftsmith.core import UserError
 from draftsmith.monitor import gpus, now, processes, state, terminal, web
 from draftsmith.monitor.history import POINTS, History, thinned
@@ -80,6 +82,57 @@ def test_half_a_line_is_read_when_it_is_whole_and_a_new_folder_from_its_beginnin
     assert history.board()["curves"]["loss"][-1] == (4, 7.0)
     path.write_text(line)
     assert history.board()["curves"]["loss"] == [(4, 7.0)]
+
+
+@pytest.mark.parametrize("line", [
+    '{"at": 1}', "[]", "3", '{"at": 1, "stage": "train", "kind": "step"}', "[" * 5000,
+    '{"at": 1, "stage": "train", "kind": "verdict", "step": 3}', '{"at": 1, "stage": "train", "kind": "failed"}',
+    '{"at": 1, "stage": "train", "kind": "step", "step": "x", "loss": 1}', "\x00\xff",
+])  # fmt: skip
+def test_a_line_that_is_no_event_is_passed_over(tmp_path, line):
+    training(tmp_path)
+    path = tmp_path / "events.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    event(tmp_path, "train", "step", step=21, loss=0.25)
+    board = History(tmp_path).board()
+    assert board["curves"]["loss"][-1] == (21, 0.25)
+    json.dumps(board)
+
+
+NOW = {"state": "TRAINING", "stage": "train", "done": 1, "workers": [{"pid": 1, "host": "x"}]}
+
+
+@pytest.mark.parametrize("said", [
+    [], None, 5, "a", {}, {**NOW, "state": 7}, {**NOW, "total": "many"}, {**NOW, "failure": "x"},
+    {**NOW, "workers": []}, {**NOW, "gpus": [{}]}, {**NOW, "last": 3}, {**NOW, "heartbeat_at": "now"},
+    {**NOW, "rate": [1]},
+])  # fmt: skip
+def test_a_damaged_state_is_one_message_and_a_damaged_supervisor_is_none(tmp_path, said):
+    (tmp_path / "state.json").write_text(json.dumps(said))
+    with pytest.raises(UserError, match="no state"):
+        now.read(tmp_path)
+    assert History(tmp_path).board()["state"]["state"] == "UNKNOWN"
+    (tmp_path / "state.json").write_text(json.dumps({**NOW, "state": "DONE"}))
+    (tmp_path / "supervisor.json").write_text(json.dumps(said))
+    with state.locked(tmp_path, now.SUPERVISOR_LOCK):
+        assert now.read(tmp_path)["state"] == "DONE"
+
+
+def test_stop_tells_no_process_that_only_has_the_number(tmp_path):
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    said = {"pid": bystander.pid, "began": "1", "host": socket.gethostname(), "started_at": 1.0, "heartbeat_at": 1.0,
+            "try": "1:0", "restarts": 0}  # fmt: skip
+    (tmp_path / "supervisor.json").write_text(json.dumps(said))
+    worker = {"pid": bystander.pid, "began": "1", "host": socket.gethostname()}
+    queued = {**NOW, "state": "QUEUED", "workers": [worker]}
+    (tmp_path / "state.json").write_text(json.dumps(queued))
+    with state.locked(tmp_path, now.SUPERVISOR_LOCK):
+        assert background.stop(tmp_path) == 0
+    assert background.stop(tmp_path) == 0
+    assert now.read(tmp_path)["state"] == "FAILED", "another process has its number"
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
 
 
 def test_long_curves_are_thinned_and_keep_their_end():
@@ -222,14 +275,15 @@ def test_the_page_streams_what_the_files_say(page):
     assert board["state"]["state"] == "DONE" and board["curves"]["tau"] == [[20, 2.5]]
     again = next(line for line in stream if line.startswith(b"data: "))
     assert "curves" not in json.loads(again[6:])[0], "sent once"
-    assert ask(url + "/runs/0/report")[0] == 404 and ask(url + "/runs/7/report")[0] == 404
+    for number in ("0", "7", "9" * 5000, "-1", "x", "%2e%2e"):
+        assert ask(f"{url}/runs/{number}/report")[0] == 404
     assert ask(url + "/", Host="evil.example")[0] == 400, "a name that was pointed here"
 
 
 def test_elsewhere_a_token_is_asked_for(page):
     url = page("secret")
-    for path in ("/", "/events", "/runs/0/report", "/?token=wrong"):
-        assert ask(url + path)[0] in (401, 404), path
+    for path in ("/", "/events", "/runs/0/report", "/runs/9/report", "/?token=wrong"):
+        assert ask(url + path)[0] == 401, path
     assert ask(url + "/events", Cookie="draftsmith_token=wrong")[0] == 401
     status, headers, _ = ask(url + "/?token=secret")
     assert status == 307 and "token" not in headers["location"]
@@ -244,8 +298,6 @@ def test_only_this_machines_own_addresses_need_no_token():
 
 
 def test_a_port_in_use_is_one_message(tmp_path):
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

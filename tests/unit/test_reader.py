@@ -1,14 +1,17 @@
 """Reading for the trainer: memory used again only when nobody shows it, shares of ranks, positions."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 
+from draftsmith import places
 from draftsmith.core import Damaged
 from draftsmith.features import AHEAD, THREADS, StoreSource, epoch_plan
 from draftsmith.ranks import Ranks
 from draftsmith.store.buffers import Buffers
+from draftsmith.store.container import read_header
 from draftsmith.store.reader import StoreReader
 from draftsmith.store.shards import shard_name
 from draftsmith.train.schedule import Step, rows_of
@@ -97,3 +100,35 @@ def test_a_flipped_bit_is_refused_where_it_is_read_first(tmp_path, codec):
     with pytest.raises(Damaged, match=rf"{path.name}.*sample 99, tap 4: the checksum differs"):
         StoreSource(reader, [100, 99]).batch([0, 1])
     assert len(reader.read(98)["hidden"]) == 7, "the others are whole"
+
+
+@pytest.mark.parametrize("codec", ["none", "lossless", "fp8"])
+@pytest.mark.parametrize(
+    "name", ["input_ids", "loss_mask", "offsets", "sample_ids", "argmax", "crc32", "final"]
+)
+def test_a_flipped_bit_beside_the_states_is_refused_too(tmp_path, codec, name):
+    made = features([9, 2, 7])
+    if name == "final":
+        made = [replace(one, extra={"final": one.hidden[:, 0].contiguous()}) for one in made]
+    write_store(tmp_path, made, inputs(codec=codec))
+    path = tmp_path / shard_name(0)
+    span = read_header(places.at(tmp_path), path.name).spans[name]
+    data = bytearray(path.read_bytes())
+    data[span.end - 1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match=f"{name}: the checksum differs"):
+        StoreReader(tmp_path).read(
+            98, ("hidden", "input_ids", "argmax" if name != "final" else name)
+        )
+
+
+@pytest.mark.parametrize("name", ["sample_ids", "shard", "place", "tokens", "begin", "end"])
+def test_a_flipped_bit_in_the_index_is_refused(tmp_path, name):
+    write_store(tmp_path, features([9, 2, 7]), inputs())
+    path = tmp_path / "index.safetensors"
+    span = read_header(places.at(tmp_path), path.name).spans[name]
+    data = bytearray(path.read_bytes())
+    data[span.begin] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match=f"{name}: the checksum differs"):
+        StoreReader(tmp_path)

@@ -145,8 +145,8 @@ def test_another_format_another_shard_and_a_changed_index_are_refused(tmp_path):
     path.write_text(json.dumps({**text, "kind": "features/9"}))
     with pytest.raises(UserError, match="a complete store of format features/9"):
         StoreReader(tmp_path / "b")
-    with pytest.raises(UserError, match="format features/9, not features/2"):
-        manifest.begin(tmp_path / "b", "features/2", inputs(taps=[1, 2, 3]), remake=False)
+    with pytest.raises(UserError, match="format features/9, not features/3"):
+        manifest.begin(tmp_path / "b", "features/3", inputs(taps=[1, 2, 3]), remake=False)
     with pytest.raises(UserError, match=r"taps was \[1, 2, 4\], is now \[1, 2, 3\]"):
         manifest.required(tmp_path / "a", "extract", inputs(taps=[1, 2, 3]))
 

@@ -15,6 +15,8 @@ RECENT = 40
 POINTS = 600  # of a curve: more than a screen has
 CURVES = {"step": ("loss", "tokens_per_s"), "verdict": ("tau", "tau_lookup")}
 Curve = dict[int, float]
+NO_EVENT = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What a line gives that a kill has cut short, or that nobody of ours wrote: it is passed over."""
 
 
 class History:
@@ -55,7 +57,7 @@ class History:
         }
 
     def _follow(self) -> None:
-        with contextlib.suppress(FileNotFoundError), open(self.root / "events.jsonl", "rb") as file:
+        with contextlib.suppress(OSError), open(self.root / "events.jsonl", "rb") as file:
             if file.seek(0, 2) < self._read:  # the folder was made anew
                 self._begin()
             file.seek(self._read)
@@ -63,14 +65,14 @@ class History:
                 if not line.endswith(b"\n"):
                     break  # it is being written
                 self._read += len(line)
-                with contextlib.suppress(ValueError):  # cut short by a kill
+                with contextlib.suppress(*NO_EVENT):
                     self._take(json.loads(line))
 
     def _take(self, event: dict[str, Any]) -> None:
-        kind, stage = event["kind"], event["stage"]
+        kind, stage, _ = event["kind"], event["stage"], float(event["at"])
         for name in CURVES.get(kind, ()):
             if isinstance(event.get(name), int | float):
-                self.curves[name][event["step"]] = event[name]
+                self.curves[name][int(event["step"])] = event[name]
         if stage in now.STAGES:
             self._stage(event)
         if kind == "working" and stage == "train":  # what a crash threw away is done again

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.core import UserError
-from draftsmith.files import process_lives
+from draftsmith.monitor.processes import started
+from draftsmith.monitor.said import RunState, Supervisor, checked
 
 DEAD_AFTER_S = 60.0  # without a heartbeat, seen from another host
 FULL_BYTES = 64 << 10  # less than one more state.json and a log's lines need
@@ -80,8 +81,8 @@ def full_disk(root: Path) -> dict[str, Any] | None:
 def read_supervisor(root: Path) -> dict[str, Any] | None:
     """What the run's living supervisor says of itself; None without one."""
     try:
-        said = json.loads((root / SUPERVISOR).read_text())
-    except (OSError, ValueError):
+        said = checked(Supervisor, json.loads((root / SUPERVISOR).read_text(errors="replace")))
+    except (OSError, ValueError, RecursionError):
         return None
     here = said["host"] == socket.gethostname()
     if here and not held(root / SUPERVISOR_LOCK):
@@ -131,18 +132,15 @@ def _stored(root: Path) -> dict[str, Any]:
             remedy="Give the folder named by `run:` in the configuration.",
         )
     try:
-        state = json.loads(path.read_text())
-        for key in ("state", "stage", "workers", "failure"):
-            state[key]
-        state["workers"][0]["host"]
-    except (ValueError, TypeError, LookupError) as error:
+        return checked(RunState, json.loads(path.read_text(errors="replace")))
+    except (ValueError, RecursionError, OSError) as error:
+        said = " ".join(str(error).split())[:200]
         raise UserError(
             where=str(path),
-            found=f"no state ({type(error).__name__}: {error})",
+            found=f"no state ({type(error).__name__}: {said})",
             expected="what a stage writes",
             remedy="Run a stage again: it writes the file anew.",
         ) from None
-    return state
 
 
 def _works(root: Path, state: dict[str, Any], worker: dict[str, Any]) -> bool:
@@ -152,7 +150,7 @@ def _works(root: Path, state: dict[str, Any], worker: dict[str, Any]) -> bool:
     if worker["host"] != socket.gethostname():
         return time.time() - state["heartbeat_at"] < DEAD_AFTER_S
     if state["state"] == "QUEUED":  # between two stages nobody holds the lock
-        return process_lives(worker["pid"])
+        return worker["began"] is not None and started(worker["pid"]) == worker["began"]
     return held(root / ".lock")
 
 

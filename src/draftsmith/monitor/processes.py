@@ -64,6 +64,12 @@ def described(pid: int) -> dict[str, Any]:
     return {"pid": pid, "role": role, "stopped": bool(fields and fields[0] in "Tt")}
 
 
+def started(pid: int) -> str | None:
+    """When a process began, in the kernel's ticks: with its id it names a process for good. None when it is gone."""
+    fields = _stat(Path(f"/proc/{pid}/stat"))
+    return fields[19] if fields and fields[0] != "Z" else None
+
+
 def _stat(path: Path) -> list[str]:
     """State, parent ... of a process; empty when it is gone."""
     with contextlib.suppress(OSError):
@@ -77,6 +83,7 @@ def end(pids: list[int], *, wait_s: float = END_S) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, sign)
+                os.kill(pid, signal.SIGCONT)  # one that is stopped hears it then
         deadline = time.monotonic() + patience
         while (pids := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
             time.sleep(0.05)

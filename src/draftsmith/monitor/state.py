@@ -22,7 +22,7 @@ from draftsmith.files import disk_errors, remove_leftovers, write_json
 from draftsmith.monitor.failures import classify, errors
 from draftsmith.monitor.gpus import gpus
 from draftsmith.monitor.now import line
-from draftsmith.monitor.processes import descendants, described
+from draftsmith.monitor.processes import descendants, described, started
 
 WORKING = {
     "prepare": "PREPARING",
@@ -76,7 +76,14 @@ class StageReport:
             "progress_at": now,
             "progress_s": time.monotonic(),
             "stall_s": float(os.environ.get("DRAFTSMITH_STALL_S", "600")),
-            "workers": [{"pid": os.getpid(), "host": socket.gethostname(), "role": "main"}],
+            "workers": [
+                {
+                    "pid": os.getpid(),
+                    "began": started(os.getpid()),
+                    "host": socket.gethostname(),
+                    "role": "main",
+                }
+            ],
             "gpus": [],
             "disk_free_bytes": None,
             "last": {},
@@ -221,12 +228,12 @@ def fail(root: Path, failure: dict[str, Any]) -> None:
     event(root, "run", "failed", **failure)
 
 
-def stopped(root: Path, tried: str) -> None:
-    """The run was stopped, and its worker could not write that down."""
+def stopped(root: Path) -> None:
+    """The run was stopped, and its worker could not write that down: it had not begun, or was killed."""
     path = root / "state.json"
     if path.exists():
         state = json.loads(path.read_text())
-        if state.get("try") == tried and state["state"] not in ("DONE", "STOPPED"):
+        if state["state"] not in ("DONE", "STOPPED"):
             write_json(path, {**state, "state": "STOPPED", "failure": None})
 
 

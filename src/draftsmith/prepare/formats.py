@@ -89,7 +89,10 @@ def _alpaca(row: Any) -> dict[str, Any]:
     if row.get("input"):
         asked += f"\n{row['input']}"
     messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    for turn in row.get("history") or []:
+    history = row.get("history") or []
+    if not isinstance(history, (list, tuple)):
+        raise Bad("no messages", "'history' of another form", "pairs of question and answer")
+    for turn in history:
         if not isinstance(turn, (list, tuple)) or len(turn) != 2:
             raise Bad("no messages", "'history' of another form", "pairs of question and answer")
         messages += [

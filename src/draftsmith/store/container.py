@@ -2,11 +2,13 @@
 
 The library's own writer wants whole tensors in one buffer and its reader wants a local file; the
 format itself is a JSON header and the tensors' bytes. The header's metadata names the SHA-256 of all
-that follows it, so the header's own digest stands for the whole file.
+that follows it, so the header's own digest stands for the whole file, and a CRC-32 of each tensor, so that
+one read alone is checked too.
 """
 
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -84,10 +86,12 @@ def pack(fields: Sequence[Field], about: dict[str, str]) -> list[memoryview]:
     ordered = sorted(fields, key=lambda f: -f.dtype.itemsize)
     entries: dict[str, Any] = {}
     checksum, end = hashlib.sha256(), 0
+    crc32: dict[str, int] = {}
     for one in ordered:
         begin = end
         for piece in one.pieces:
             checksum.update(piece)
+            crc32[one.name] = zlib.crc32(piece, crc32.get(one.name, 0))
             end += len(piece)
         assert end - begin == prod(one.shape) * one.dtype.itemsize, f"{one.name}: wrong size"
         offsets = [begin, end]
@@ -96,7 +100,7 @@ def pack(fields: Sequence[Field], about: dict[str, str]) -> list[memoryview]:
             "shape": one.shape,
             "data_offsets": offsets,
         }
-    about = {**about, "data_sha256": checksum.hexdigest()}
+    about = {**about, "data_sha256": checksum.hexdigest(), "crc32": json.dumps(crc32)}
     text = json.dumps({"__metadata__": about, **entries}).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
@@ -135,9 +139,13 @@ def parse_header(head: bytes, where: str) -> Header:
 
 
 def read_tensors(place: Place, name: str, header: Header, names: list[str]) -> dict[str, Tensor]:
-    """Whole tensors of a file."""
+    """Whole tensors of a file. Raises Damaged for bytes that are not those that were written."""
     spans = [header.spans[one] for one in names]
     pieces = place.read_ranges(name, [(span.begin, span.end) for span in spans])
+    crc32 = json.loads(header.about.get("crc32", "{}"))
+    for one, piece in zip(names, pieces, strict=True):
+        if zlib.crc32(piece) != crc32.get(one):
+            raise damaged(place.where(name), f"{one}: the checksum differs")
     return {
         one: tensor_of(piece, span) for one, span, piece in zip(names, spans, pieces, strict=True)
     }

@@ -13,7 +13,7 @@ from draftsmith.store.container import damaged, field, pack, parse_header, read_
 from draftsmith.store.shards import Shard, shard_entry
 
 NAME = "index.safetensors"
-KIND = "features-index/2"
+KIND = "features-index/3"
 COLUMNS = ("sample_ids", "shard", "place", "tokens", "begin", "end")
 
 

@@ -1,6 +1,7 @@
 """Random access to the samples of a complete store, local or on S3: one range read a sample."""
 
 import threading
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +74,9 @@ class StoreReader:
             return shard.small[name][first:last]
         span = shard.header.spans[name]
         (data,) = self.place.read_ranges(shard.name, [shard.row_span(where.place, name)])
+        if zlib.crc32(data) != int(shard.small[f"{name}_crc32"][where.place]):
+            said = f"sample {sample_id}, {name}: the checksum differs"
+            raise damaged(self.place.where(shard.name), said)
         return tensor_of(data, replace(span, shape=[last - first, *span.shape[1:]]))
 
     def states_into(self, sample_id: int, out: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ them), input_ids [N] int32, loss_mask [N] uint8, offsets [S+1] int64, sample_ids
 
 import bisect
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from draftsmith.store.container import (
     read_tensors,
 )
 
-KIND = "features/2"
+KIND = "features/3"
 LARGE = (*STATES.values(), "final")
 """Fields of states; the others are small and read once a shard."""
 
@@ -163,6 +164,9 @@ def _extra_fields(samples: list[SampleFeatures]) -> list[Field]:
     out = []
     for name, first in samples[0].extra.items():
         pieces = [raw(s.extra[name]) for s in samples]
+        if name in LARGE:  # read a sample at a time
+            crc32 = torch.tensor([zlib.crc32(piece) for piece in pieces])
+            out.append(field(f"{name}_crc32", crc32))
         rows = sum(len(s.extra[name]) for s in samples)
         out.append(Field(name, first.dtype, [rows, *first.shape[1:]], pieces))
     return out

@@ -314,8 +314,10 @@ def train(
             if stopping:
                 saver.wait()
                 raise Stopped(f"after step {done}")
-    saver.wait()
-    ranks.barrier()
+        saver.wait()
+        late = ranks.sum(torch.tensor(float(told()), device=device)).item()
+    if late:  # its features and reports may wait: the last checkpoint is there
+        raise Stopped(f"after step {len(steps)}, the last")
     if loggers:
         loggers.close()
     return last
