@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +102,30 @@ def test_kinds_by_their_words(line, kind):
 
 def test_every_kind_says_what_to_do():
     assert all(remedy.endswith(".") for _, _, remedy in KINDS)
+
+
+REAL = Path(__file__).parents[1] / "failures"
+
+
+@pytest.mark.parametrize(
+    "name, kind, words",
+    [
+        (
+            "torchrun-rank-killed",
+            "host memory or killed",
+            "Signal 9 (SIGKILL) received by PID 31236",
+        ),
+        ("fla-backward-on-hopper", "kernel not built for this GPU", "produces incorrect results"),
+    ],
+)
+def test_logs_of_real_failures(name, kind, words):
+    """Of a training of which one rank was killed, and of fla-core 0.6.0's backward on an H200."""
+    cause = first_cause([(REAL / f"{name}.log").read_text()])
+    assert cause.kind == kind and words in cause.line
+    assert "====" not in cause.line
+
+
+def test_a_server_that_starts_well_has_no_cause():
+    """vLLM 0.24.0 warns a dozen times of a module that it does without."""
+    text = (REAL / "vllm-starts-well.log").read_text()
+    assert text.count("ModuleNotFoundError") > 5 and first_cause([text]) is None

@@ -78,7 +78,7 @@ KINDS: tuple[tuple[str, str, str], ...] = (
      "nvidia-smi shows the GPU's state; after an ECC or Xid error take another machine."),
     ("kernel not built for this GPU",
      r"no kernel image is available|out of resource: shared memory|PTXAS|ptxas fatal|"
-     r"Triton compilation failed",
+     r"Triton compilation failed|Triton .* produces incorrect results",
      "Update torch, Triton and fla-core for this GPU; `draftsmith doctor CONFIG` names what is used."),
     ("server refuses the architecture",
      r"Hybrid KV cache manager is disabled but failed to convert|"
@@ -148,7 +148,7 @@ def _whole(lines: list[str], at: int) -> str:
         said = line.strip()
         if not said or TRACEBACK in said or said.startswith(CHAIN) or ERROR_LINE.match(said):
             break
-        if LOGGED.match(line):
+        if LOGGED.match(line) or re.match("[-=]{8}", said):
             break
         out.append(said)
     return " ".join(out)[:600]

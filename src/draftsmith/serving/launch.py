@@ -4,7 +4,6 @@ processes.
 
 import contextlib
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -17,11 +16,10 @@ from pathlib import Path
 import httpx
 
 from draftsmith.core import UserError
+from draftsmith.monitor import failures
 from draftsmith.tether import tethered
 
 STOP_S = 30
-CAUSE = re.compile(r"\b(\w*(Error|Exception)): .+|CUDA out of memory.*|No space left.*")
-ECHO = re.compile(r"See (root cause|stack trace)|Engine core initialization failed|EngineDeadError")
 
 
 class Launched:
@@ -117,11 +115,10 @@ def first_cause(log: Path) -> str:
     """The first error in a server's log that is not an echo of another one; servers end with
     'see root cause above'.
     """
-    lines = log.read_text(errors="replace").splitlines()
-    for line in lines:
-        found = CAUSE.search(line)
-        if found and not ECHO.search(line):
-            return found.group(0)[:300]
+    text = log.read_text(errors="replace")
+    if cause := failures.first_cause([text]):
+        return cause.line[:300]
+    lines = text.splitlines()
     last = next((line for line in reversed(lines[1:]) if line.strip()), "")
     return f"no error in its log, which ends with {last[:200]!r}"
 
