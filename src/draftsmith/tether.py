@@ -41,7 +41,9 @@ def main() -> int:
     if child is not None and child.poll() is None:
         end([child.pid], wait_s=END_S)  # torchrun hands it on: its ranks are told once
     end(descendants(os.getpid()), wait_s=END_S)
-    return code if code >= 0 else 128 - code
+    if code < 0:  # who started this sees the same end
+        os.kill(os.getpid(), -code)
+    return code
 
 
 if __name__ == "__main__":

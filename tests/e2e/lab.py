@@ -75,9 +75,10 @@ class Run:
     ) -> Seen:
         """Look at the state until it is so; seconds since `since`, or since now."""
         begun = since or time.monotonic()
-        ended = False
-        while time.monotonic() < begun + timeout and not ended:
-            ended = self.process is not None and self.process.poll() is not None
+        end, ended = begun + timeout, False
+        while time.monotonic() < end:
+            if not ended and self.process is not None and self.process.poll() is not None:
+                end, ended = min(end, time.monotonic() + 10), True  # little more can happen
             try:
                 state = now.read(self.root)
             except UserError:

@@ -13,10 +13,11 @@ import torch
 from runs import OUTPUTS, resume, write_config
 
 from draftsmith import configfile
-from draftsmith.cli import _amount, main
+from draftsmith.cli import main
 from draftsmith.drafter.config import DrafterShape
 from draftsmith.drafter.model import DFlash
 from draftsmith.extract.plan import feature_bytes
+from draftsmith.options import _amount
 from draftsmith.plan.estimate import kept_bytes
 from draftsmith.source import amount, choose_source
 

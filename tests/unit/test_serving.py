@@ -170,7 +170,7 @@ def test_a_server_that_does_not_come_up_is_explained(tmp_path, body, named):
 
 def test_a_command_that_is_none_and_a_server_that_is_silent(tmp_path):
     with (
-        pytest.raises(UserError, match="does not start"),
+        pytest.raises(UserError, match="no program here"),
         running("no-such-program", [], tmp_path / "a", wait_s=5),
     ):
         pass

@@ -17,7 +17,7 @@ CHAIN = (
 TRACEBACK = "Traceback (most recent call last)"
 PREFIX = re.compile(
     r"^(?:\[rank\d+\]:\s?|\(\w+(?: \w+=\S+)*(?: pid=\d+)?\)\s|"
-    r"(?:ERROR|WARNING|INFO|E|W|I)\s?\S* \d\d[-:]\d\d\S* \[[^\]]*\]\s?)+"
+    r"(?:ERROR|WARNING|INFO|E|W|I)\s?\S* \d\d[-:]\d\d\S* \[[^\]]*\]\s?|(?:ERROR|CRITICAL|FATAL):?\s)+"
 )
 """What torchrun, vLLM and loggers put before each line of a traceback."""
 LOGGED = re.compile(r"[EWIF]\d{4} \d\d:\d\d:\d\d|draftsmith: ")
