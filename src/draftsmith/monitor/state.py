@@ -3,7 +3,6 @@ reads them; so may any program: state.json is replaced atomically and is always 
 """
 
 import contextlib
-import copy
 import fcntl
 import json
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from draftsmith.core import Stopped, UserError
-from draftsmith.files import disk_errors, remove_leftovers, write_json
+from draftsmith.files import disk_errors, remove_leftovers, write_atomic, write_json
 from draftsmith.monitor.failures import classify, errors
 from draftsmith.monitor.gpus import gpus
 from draftsmith.monitor.now import line
@@ -135,8 +134,10 @@ class StageReport:
             with self._lock:
                 self._changed = False
                 self.state["heartbeat_at"] = time.time()
-                now = copy.deepcopy(self.state)
-            write_json(self.root / "state.json", now)
+                text = (
+                    json.dumps(self.state) + "\n"
+                )  # on lines of their own it takes ten times as long
+            write_atomic(self.root / "state.json", lambda path: path.write_text(text))
 
     def beat(self, stop: threading.Event) -> None:
         """Write what has changed, and keep heartbeat_at fresh while the process lives; progress_at tells
