@@ -20,10 +20,10 @@ def before(extracted, tmp_path_factory):
     return run.root
 
 
-OFTEN = ["worker raises in a chain", "worker killed -9", "supervisor killed -9", "draftsmith stop", "corrupt shard",
-         "stuck in Python"]  # fmt: skip
-SELDOM = ["NaN planted", "stuck worker (SIGSTOP)", "two runs in one folder", "terminal closed", "bad sample",
-          "one of two ranks killed -9", "an extraction worker killed -9", "clock jumps a day"]  # fmt: skip
+OFTEN = ["worker killed -9", "supervisor killed -9", "draftsmith stop", "stuck in Python"]
+SELDOM = ["worker raises in a chain", "corrupt shard", "NaN planted", "stuck worker (SIGSTOP)",
+          "two runs in one folder", "terminal closed", "bad sample", "one of two ranks killed -9",
+          "an extraction worker killed -9", "clock jumps a day"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OFTEN + [pytest.param(n, marks=pytest.mark.slow) for n in SELDOM])
