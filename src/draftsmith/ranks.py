@@ -124,12 +124,11 @@ def _raise_first(notes: Path, said: str, code: int) -> NoReturn:
     found = [json.loads(path.read_text()) for path in notes.glob("rank-*.json")]
     found.sort(key=lambda note: note["at"])
     own = [note for note in found if note["parts"] or not ECHOES.search(note["cause"])]
-    killed = [
-        found for found in KILLED.findall(said) if found[0] != "15"
-    ]  # torchrun ends the others so
+    # by 15 torchrun ends the others
+    killed = [end for end in KILLED.findall(said) if end[0] != "15"]
     if not own and killed:
-        signal, rank, pid = killed[0]
-        raise FaultFound(f"rank {rank}, process {pid}, died (signal {signal}; all: {notes / LOG})")
+        sign, rank, pid = killed[0]
+        raise FaultFound(f"rank {rank}, process {pid}, died (signal {sign}; all: {notes / LOG})")
     if not found:
         cause = first_cause([said])
         line = cause.line if cause else f"a training process died without a word (code {code})"

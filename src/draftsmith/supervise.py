@@ -217,11 +217,10 @@ class _Supervisor:
     def _end(self, child: subprocess.Popen) -> None:
         self.say()
         if child.poll() is None:
-            patience = 0.0 if self.said["stalled"] else STOP_S
             child.terminate()
             child.send_signal(signal.SIGCONT)  # one that is stopped hears it then
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(patience, processes.END_S))
+                child.wait(processes.END_S if self.said["stalled"] else STOP_S)
             child.kill()
             child.wait()
         processes.end(processes.descendants(os.getpid()))
@@ -232,10 +231,9 @@ class _Supervisor:
             return self.said["stalled"]
         if full := now.full_disk(self.root):  # then neither the state nor a log may say it
             return full
-        with contextlib.suppress(OSError, ValueError):
-            state = json.loads((self.root / "state.json").read_text())
-            if state.get("try") == self.said["try"] and state["state"] == "FAILED":
-                return state["failure"]
+        state = self._state()
+        if state.get("try") == self.said["try"] and state["state"] == "FAILED":
+            return state["failure"]
         with open(self.root / "logs" / LOGS["stderr"], "rb") as file:
             file.seek(errors_from)
             words = file.read().decode(errors="replace")
@@ -254,15 +252,16 @@ class _Supervisor:
 
     def _reached(self) -> tuple[int, int]:
         """How far the run has come, to tell tries that get on from tries in vain."""
-        try:
-            state = json.loads((self.root / "state.json").read_text())
-        except (OSError, ValueError):
+        state = self._state()
+        if state.get("stage") not in now.STAGES:
             return (-1, -1)
-        return (
-            (now.STAGES.index(state["stage"]), state["done"])
-            if state["stage"] in now.STAGES
-            else (-1, -1)
-        )
+        return now.STAGES.index(state["stage"]), state["done"]
+
+    def _state(self) -> dict[str, Any]:
+        """What the stages wrote last, as it stands there; empty when they wrote nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.root / "state.json").read_text())
+        return {}
 
     def _give_up(self, failure: dict[str, Any], why_not: str, code: int) -> None:
         """The run has failed. A refused command leaves a finished run what it was."""

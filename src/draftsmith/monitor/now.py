@@ -17,10 +17,18 @@ from draftsmith.monitor.said import RunState, Supervisor, checked
 
 DEAD_AFTER_S = 60.0  # without a heartbeat, seen from another host
 FULL_BYTES = 64 << 10  # less than one more state.json and a log's lines need
-LOADING_TIMES = (
-    3  # loading a large target from a slow disk shows no progress, nor do ranks that start
-)
-STAGES = ("prepare", "regenerate", "tokenize", "extract", "train", "evaluate", "export")
+LOADING_TIMES = 3
+"""So much longer may a run show no progress while it loads a large target, or its ranks start."""
+WORKING = {
+    "prepare": "PREPARING",
+    "regenerate": "REGENERATING",
+    "tokenize": "TOKENIZING",
+    "extract": "EXTRACTING",
+    "train": "TRAINING",
+    "evaluate": "EVALUATING",
+    "export": "EXPORTING",
+}
+STAGES = tuple(WORKING)
 ENDED = ("DONE", "FAILED", "STOPPED")
 SUPERVISOR, SUPERVISOR_LOCK = "supervisor.json", ".supervisor"
 

@@ -20,18 +20,9 @@ from draftsmith.core import Stopped, UserError
 from draftsmith.files import disk_errors, remove_leftovers, write_atomic, write_json
 from draftsmith.monitor.failures import classify, errors
 from draftsmith.monitor.gpus import gpus
-from draftsmith.monitor.now import line
+from draftsmith.monitor.now import WORKING, line
 from draftsmith.monitor.processes import descendants, described, started
 
-WORKING = {
-    "prepare": "PREPARING",
-    "regenerate": "REGENERATING",
-    "tokenize": "TOKENIZING",
-    "extract": "EXTRACTING",
-    "train": "TRAINING",
-    "evaluate": "EVALUATING",
-    "export": "EXPORTING",
-}
 WRITE_S, HEARTBEAT_S = 0.5, 2.0
 PROCESSES_S = 10.0  # to look for them costs more than a heartbeat
 LOCK_S = 2.0  # a reader holds the lock for an instant

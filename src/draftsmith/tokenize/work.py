@@ -93,8 +93,8 @@ class _Part:
                 if self.cfg.too_long == "split":
                     ids, mask = _whole_turns(ids, mask, rows[number][1])
             supervised = int(mask.sum())
-            few = supervised < 8 and np.isin(ids[mask.astype(bool)], self.eos).all()
-            if few:  # nothing, or end tokens alone
+            # nothing, or end tokens alone: more than a few would be a conversation of empty answers
+            if supervised < 8 and np.isin(ids[mask.astype(bool)], self.eos).all():
                 self.counts["without_supervised_tokens"] += 1
                 self.useless.append(meta["sample_id"])
                 continue
