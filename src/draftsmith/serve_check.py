@@ -5,10 +5,12 @@ that fits when they differ.
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draftsmith import configfile, evaluate, files, prepare, tables
+from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig
 from draftsmith.core import FaultFound, UserError
 from draftsmith.drafter.checkpoint import find_drafter, load_drafter, read_shape
@@ -22,6 +24,7 @@ from draftsmith.tokenize.rows import places
 from draftsmith.tokenize.template import as_served
 
 DIAGNOSED = 32  # prompts replayed for the diagnosis
+RENDERED = 8  # conversations that the server's chat endpoint renders
 
 
 def run(
@@ -39,17 +42,18 @@ def run(
     """
     cfg, shape, prompts = _run_of(export)
     prompts = prompts[:max_prompts]
+    chats = _chats(cfg, prompts[:RENDERED])  # before a server is started: it may refuse
     out, eos = cfg.root / "serve", eos_ids(load_tokenizer(cfg.target), cfg.target)
     result: dict[str, Any] = {"format": "serve/1", "export": str(export), "runs": {}}
     answers: dict[str, list[Answer]] = {}
     for name, options in _servers(export, shape, server, command, baseline).items():
         print(f"serve-check: {name}", flush=True)
         if server:
-            answers[name], about = _ask(connect(server), cfg, prompts, eos)
+            answers[name], about = _ask(connect(server), prompts, eos, chats)
         else:
             assert command is not None, "one of the two is given"
             with running(command, options, out / f"{name}.log", wait_s=wait_s) as url:
-                answers[name], about = _ask(connect(url), cfg, prompts, eos)
+                answers[name], about = _ask(connect(url), prompts, eos, chats)
         result["server"] = about.pop("server")
         result.setdefault("template", about.pop("template"))
         result["runs"][name] = compare.numbers(answers[name])
@@ -131,8 +135,40 @@ def drafter_options(drafter: str, block_size: int, sglang: bool) -> list[str]:
     return ["--speculative-config", json.dumps(spec)]
 
 
+@dataclass(frozen=True)
+class Chat:
+    """A conversation as a client sends it, our template's variables, and the prompt that was trained on."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    kwargs: dict[str, Any]
+    prompt_ids: list[int]
+
+
+def _chats(cfg: RunConfig, prompts: list[dict[str, Any]]) -> list[Chat]:
+    """Of these prompts, those whose conversations are in the run's folder. The files they came from need
+    not be there any more.
+    """
+    manifest = manifests.read(prepare.folder(cfg))
+    if manifest is None:
+        return []
+    rows = {row["sample_id"]: row for row in tables.read_rows(prepare.folder(cfg), manifest)}
+    tokenizer, kwargs, out = load_tokenizer(cfg.target), cfg.tokenize.template_kwargs, []
+    for prompt in prompts:
+        row = rows.get(prompt["sample_id"])
+        if row is None:
+            continue  # a later turn's row: behind the target's own answers, which no client sends
+        messages = json.loads(row["messages"])
+        if cfg.tokenize.turns == "all":
+            messages = messages[: next(iter(places(messages, "all")), None)]
+        tools = json.loads(row["tools"]) if row["tools"] else None
+        messages = as_served(tokenizer, messages, tools, kwargs, where=prepare.place(cfg, row))
+        out.append(Chat(messages, tools, kwargs, prompt["prompt_ids"]))
+    return out
+
+
 def _ask(
-    client: Client, cfg: RunConfig, prompts: list[dict[str, Any]], eos: list[int]
+    client: Client, prompts: list[dict[str, Any]], eos: list[int], chats: list[Chat]
 ) -> tuple[list[Answer], dict[str, Any]]:
     """Every prompt, to the length that evaluate's answer had."""
     lengths = [len(prompt["methods"]["ar"]["tokens"]) for prompt in prompts]
@@ -143,32 +179,19 @@ def _ask(
         if time.monotonic() - begun > 10 or i + 1 == len(prompts):
             begun = time.monotonic()
             print(f"  {i + 1}/{len(prompts)} prompts", flush=True)
-    return answers, {"server": client.name, "template": _template(client, cfg, prompts)}
+    return answers, {"server": client.name, "template": _template(client, chats)}
 
 
-def _template(client: Client, cfg: RunConfig, prompts: list[dict[str, Any]]) -> str:
+def _template(client: Client, chats: list[Chat]) -> str:
     """Whether the server's chat endpoint makes the prompts that were trained on: as a client sends
     them, or only with our template variables.
     """
-    rows = {
-        row["sample_id"]: row
-        for row in tables.read_rows(prepare.folder(cfg), prepare.finished(cfg))
-    }
-    tokenizer, kwargs = load_tokenizer(cfg.target), cfg.tokenize.template_kwargs
     outcomes = set()
-    for prompt in prompts[:8]:
-        row = rows.get(prompt["sample_id"])
-        if row is None:
-            continue  # a later turn's row: behind the target's own answers, which no client sends
-        messages = json.loads(row["messages"])
-        if cfg.tokenize.turns == "all":
-            messages = messages[: next(iter(places(messages, "all")), None)]
-        tools = json.loads(row["tools"]) if row["tools"] else None
-        messages = as_served(tokenizer, messages, tools, kwargs, where=prepare.place(cfg, row))
-        asked = [client.render(messages, tools, its) for its in ({}, kwargs)]
+    for chat in chats:
+        asked = [client.render(chat.messages, chat.tools, its) for its in ({}, chat.kwargs)]
         if None in asked:
             return "not checked"
-        same = [ids == prompt["prompt_ids"] for ids in asked]
+        same = [ids == chat.prompt_ids for ids in asked]
         outcomes.add("same" if same[0] else "same with our variables" if same[1] else "differs")
     for worst in ("differs", "same with our variables"):
         if worst in outcomes:
