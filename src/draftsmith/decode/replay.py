@@ -1,15 +1,22 @@
-"""Acceptance without a decode loop: the drafter along a text that the target has already written."""
+"""Acceptance without a decode loop: the drafter along a text that the target has already written.
 
+A draft sees nothing but the text before its anchor, so the drafts at many anchors are made in one
+forward, and the walk then advances by accepted + 1 as the loop would. Trees are built only where the
+walk stands.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from draftsmith.decode.propose import DraftProposer, Proposer
-from draftsmith.decode.tree import Draft
-from draftsmith.drafter.model import DFlash
+from draftsmith.decode.propose import Proposer
+from draftsmith.decode.tree import Draft, best_first
+from draftsmith.drafter.model import ContextCache, DFlash
 
 NO_TOKEN = -1
+TOGETHER = 512  # block positions a forward; of a 248k vocabulary 240 MB of logits in bf16
 
 
 @dataclass
@@ -18,6 +25,19 @@ class Replay:
 
     emitted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+
+
+def walk(accepted_at: Callable[[int], int], first: int, end: int) -> Replay:
+    """The rounds of a text whose tokens [first, end) are the answer: token `first` comes from the
+    prefill; `accepted_at(i)` drafts are right after token i.
+    """
+    out, anchor = Replay(), first
+    while anchor < end - 1:
+        accepted = accepted_at(anchor)
+        out.accepted.append(accepted)
+        out.emitted.append(min(accepted + 1, end - 1 - anchor))
+        anchor += out.emitted[-1]
+    return out
 
 
 @torch.inference_mode()
@@ -30,27 +50,55 @@ def replay(
     tree_budget: int | None = None,
 ) -> Replay:
     """What greedy decoding would have accepted on the greedy text `ids` (prompt, then answer), given
-    the target's features of it. Drafts beyond the text's end count as rejected.
+    the target's features of it: the argmax chain, or trees of so many nodes. Drafts beyond the text's
+    end count as rejected.
     """
-    return replay_of(DraftProposer(drafter, tree_budget=tree_budget), ids, num_prompt, features_nKH)
+    assert len(features_nKH) >= len(ids) - 1, "features of every token but the last"
+    cache = ContextCache(drafter)
+    cache.append(features_nKH[: len(ids) - 1])
+    many = max(1, TOGETHER // drafter.shape.block_size)
+    begin = num_prompt  # the anchors [begin, begin + many) are drafted at
+    chains: list[int] = []
+    logits = features_nKH.new_empty(0)
+
+    def accepted_at(anchor: int) -> int:
+        nonlocal begin, logits, chains
+        if not len(logits) or anchor >= begin + len(logits):
+            begin = anchor
+            anchors = ids[begin : min(begin + many, len(ids) - 1)]
+            logits = drafter.slots_at(anchors, begin, cache)
+            chains = [] if tree_budget else _chains(logits, ids, begin)
+        if not tree_budget:
+            return chains[anchor - begin]
+        return _along(
+            best_first(ids[anchor], logits[anchor - begin], tree_budget), ids[anchor + 1 :]
+        )
+
+    return walk(accepted_at, num_prompt, len(ids))
 
 
 def replay_of(proposer: Proposer, ids: list[int], num_prompt: int, features_nKH: Tensor) -> Replay:
-    """The same of any proposer that has seen nothing yet."""
+    """The same of any proposer that has seen nothing yet, round by round."""
     assert len(features_nKH) >= len(ids) - 1, "features of every token but the last"
-    out = Replay()
     proposer.extend(ids[:num_prompt], features_nKH[:num_prompt])
-    anchor = num_prompt  # emitted by the prefill, not committed
-    while anchor < len(ids) - 1:
-        draft = proposer.propose(ids[anchor])
-        accepted = _along(draft, ids[anchor + 1 :])
-        count = min(accepted + 1, len(ids) - 1 - anchor)
-        span = slice(anchor, anchor + count)
-        proposer.extend(ids[span], features_nKH[span])
-        anchor += count
-        out.emitted.append(count)
-        out.accepted.append(accepted)
-    return out
+    seen = num_prompt
+
+    def accepted_at(anchor: int) -> int:
+        nonlocal seen
+        if anchor > seen:
+            proposer.extend(ids[seen:anchor], features_nKH[seen:anchor])
+            seen = anchor
+        return _along(proposer.propose(ids[anchor]), ids[anchor + 1 :])
+
+    return walk(accepted_at, num_prompt, len(ids))
+
+
+def _chains(logits_ALV: Tensor, ids: list[int], begin: int) -> list[int]:
+    """Leading drafts of the argmax chain that are the text's, at each anchor."""
+    A, L, _ = logits_ALV.shape
+    text = [*ids[begin + 1 : begin + A + L], *[NO_TOKEN] * L][: A + L - 1]
+    want_AL = torch.tensor(text, device=logits_ALV.device).unfold(0, L, 1)
+    return (logits_ALV.argmax(-1) == want_AL).long().cumprod(-1).sum(-1).tolist()
 
 
 def _along(draft: Draft, text: list[int]) -> int:

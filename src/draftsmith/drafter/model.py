@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.drafter.attention import KV, Mask, attend
+from draftsmith.drafter.attention import KV, Mask, attend, visibility
 from draftsmith.drafter.config import DrafterShape
 
 
@@ -232,30 +232,35 @@ class DFlash(nn.Module):
         """Greedy tokens for slots 1..B-1 after `anchor_id`."""
         return self.slots(anchor_id, cache).argmax(-1).tolist()
 
-    @torch.inference_mode()
     def slots(self, anchor_id: int, cache: "ContextCache") -> Tensor:
         """Logits [B - 1, V] of slots 1..B-1 after `anchor_id`, which stands at position cache.length."""
-        B, device = self.shape.block_size, self.fc.weight.device
-        ids = torch.full((1, B), self.shape.mask_token_id, device=device)
-        ids[0, 0] = anchor_id
-        positions = torch.arange(cache.length, cache.length + B, device=device)[None]
-        x = self.embed(ids)
-        rope = self.rope(positions, x.dtype)
-        for i, layer in enumerate(self.layers):
-            x = layer.step(
-                x, rope, cache.layer(i), self._decode_mask(i, positions[0], cache.length)
-            )
-        return self.logits(self.norm(x[0, 1:]))
+        return self.slots_at([anchor_id], cache.length, cache)[0]
 
-    def _decode_mask(self, layer: int, positions_B: Tensor, length: int) -> Tensor | None:
-        kind = self.shape.layer_types[layer]
+    @torch.inference_mode()
+    def slots_at(self, anchor_ids: list[int], first: int, cache: "ContextCache") -> Tensor:
+        """Logits [A, B - 1, V] after each of these tokens, which stand at first, first + 1, ...; the
+        cache holds the text up to the last of them, and each sees what stands before it alone.
+        """
+        A, B, device = len(anchor_ids), self.shape.block_size, self.fc.weight.device
+        length = first + A - 1
+        assert length <= cache.length, "an anchor's context is committed"
+        ids = torch.full((A, B), self.shape.mask_token_id, device=device)
+        ids[:, 0] = torch.tensor(anchor_ids, device=device)
+        anchors = torch.arange(first, first + A, device=device)
+        positions = (anchors[:, None] + torch.arange(B, device=device)).view(1, -1)
+        x = self.embed(ids.view(1, -1))
+        rope = self.rope(positions, x.dtype)
+        masks = {kind: self._mask_at(kind, anchors, length) for kind in set(self.shape.layer_types)}
+        for i, (layer, kind) in enumerate(zip(self.layers, self.shape.layer_types, strict=True)):
+            x = layer.step(x, rope, cache.layer(i, length), masks[kind])
+        return self.logits(self.norm(x.view(A, B, -1)[:, 1:]))
+
+    def _mask_at(self, kind: str, anchors_A: Tensor, length: int) -> Tensor | None:
         window, causal = self.shape.window(kind), self.shape.is_causal(kind)
-        if window is None and not causal:
+        if window is None and not causal and len(anchors_A) == 1:
             return None
-        keys = torch.arange(length + len(positions_B), device=positions_B.device)
-        gap = positions_B[:, None] - keys[None]
-        seen = gap >= 0 if causal else gap > -len(positions_B)
-        return (seen if window is None else seen & (gap.abs() < window))[None, None]
+        B = self.shape.block_size
+        return visibility(anchors_A, length, B, window=window, causal=causal)[None, None]
 
 
 class ContextCache:
@@ -285,10 +290,10 @@ class ContextCache:
                 old[:, :, self.length : end] = fresh
         self.length = end
 
-    def layer(self, i: int) -> tuple[Tensor, Tensor]:
-        """Layer i's keys and values [1, m, length, d]."""
+    def layer(self, i: int, length: int) -> tuple[Tensor, Tensor]:
+        """Layer i's keys and values [1, m, length, d] of the first `length` tokens."""
         k, v = self._store[i]
-        return k[:, :, : self.length], v[:, :, : self.length]
+        return k[:, :, :length], v[:, :, :length]
 
     def _grown(self, old: Tensor, need: int) -> Tensor:
         if old.shape[2] >= need:

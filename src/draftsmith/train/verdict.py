@@ -1,10 +1,9 @@
 """Held-out tau while training goes on, without a decode loop: what greedy decoding would accept along
 texts that the target has already written.
 
-The drafter sees nothing but context before its anchor, so its drafts at every position of a text can
-be made at once, as training does; the walk then advances by accepted + 1 as the loop would. Equal to
-decode/replay.py, which drafts round by round. Beside it stand prompt lookup, the weights that training
-began with, and the same drafter fed another text's features: what it must beat to be worth its hours.
+As decode/replay.py, but through the trainer's own forward, sharded and compiled as it is, all ranks
+together. Beside it stand prompt lookup, the weights that training began with, and the same drafter fed
+another text's features: what it must beat to be worth its hours.
 """
 
 import json
@@ -19,7 +18,7 @@ from torch import Tensor
 from draftsmith import files
 from draftsmith.core import Sample
 from draftsmith.decode.propose import LookupProposer
-from draftsmith.decode.replay import replay_of
+from draftsmith.decode.replay import Replay, replay_of, walk
 from draftsmith.features import FeatureBatch, Source
 from draftsmith.monitor.state import Report
 from draftsmith.ranks import Ranks
@@ -49,14 +48,12 @@ class Rounds:
         """Tokens a round."""
         return self.tokens / max(1, self.rounds)
 
-    def walk(self, accepted: Sequence[int], first: int, end: int) -> None:
-        """Along a text whose tokens [first, end) are the answer; `accepted[i]`: drafts right at anchor
-        first + i.
-        """
-        anchor = first
-        while anchor < end - 1:
-            count = min(accepted[anchor - first] + 1, end - 1 - anchor)
-            anchor, self.tokens, self.rounds = anchor + count, self.tokens + count, self.rounds + 1
+    def add(self, walked: Replay) -> None:
+        """One text's rounds."""
+        self.tokens, self.rounds = (
+            self.tokens + sum(walked.emitted),
+            self.rounds + len(walked.emitted),
+        )
 
 
 def answer_of(sample: Sample) -> tuple[int, int]:
@@ -72,9 +69,9 @@ def lookup_tau(samples: Sequence[Sample], block_size: int) -> float:
     for sample in samples:
         first, end = answer_of(sample)
         nothing = torch.empty(end, 0)  # it looks at tokens alone
-        walked = replay_of(LookupProposer(block_size - 1), sample.input_ids[:end], first, nothing)
-        rounds.tokens += sum(walked.emitted)
-        rounds.rounds += len(walked.emitted)
+        rounds.add(
+            replay_of(LookupProposer(block_size - 1), sample.input_ids[:end], first, nothing)
+        )
     return rounds.tau
 
 
@@ -165,8 +162,9 @@ class Judge:
                     accepted.setdefault(i, ([], []))[which].extend(kept)
         walks = {i: (Rounds(), Rounds()) for i in accepted}
         for i, lists in accepted.items():
-            for walk, of_text in zip(walks[i], lists, strict=True):
-                walk.walk(of_text, *answer_of(self._samples[i]))
+            first, end = answer_of(self._samples[i])
+            for rounds, of_text in zip(walks[i], lists, strict=True):
+                rounds.add(walk(lambda at, kept=of_text, begin=first: kept[at - begin], first, end))
         return walks
 
     def _jobs(self, mine: list[int]) -> Iterator[tuple[int, FeatureBatch, np.ndarray, Tensor]]:
