@@ -122,7 +122,10 @@ def speculators(args: argparse.Namespace, shape: dict[str, Any], device: torch.d
         model = DFlashDraftModel(config)
     fill(model.embed_tokens.weight, model.lm_head.weight, model.verifier_lm_head.weight)
     kwargs, _ = DFlashDraftModel.get_trainer_kwargs(
-        loss_fn="ce", loss_implementation=args.loss, max_anchors=args.anchors, dflash_decay_gamma=7.0
+        loss_fn="ce",
+        loss_implementation=args.loss,
+        max_anchors=args.anchors,
+        dflash_decay_gamma=7.0,
     )
     batch = row(args, shape, device)
     batch["document_ids"] = torch.zeros(1, args.tokens, dtype=torch.long, device=device)

@@ -107,7 +107,7 @@ def _add_server_commands(commands: Any) -> None:
     check.add_argument(
         "--baseline", metavar="mtp|PATH", help="also with the target's MTP or a drafter"
     )
-    check.add_argument("--max-prompts", type=int, default=128)
+    check.add_argument("--max-prompts", type=_some, default=128)
     verify = commands.add_parser(
         "verify", help="a feature store: checksums, impossible rows, states made again"
     )
@@ -121,7 +121,7 @@ def _add_server_commands(commands: Any) -> None:
         "--engine", choices=["vllm"], help="instead, against the states that a server extracts"
     )
     verify.add_argument("--command", dest="server_command", metavar="CMD", help="starts it")
-    verify.add_argument("--samples", type=_count, default=32, help="for --engine")
+    verify.add_argument("--samples", type=_some, default=32, help="for --engine")
     for command in (check, verify):
         command.add_argument(
             "--wait", type=float, default=900, help="seconds a server may take to start"
@@ -134,11 +134,11 @@ def _add_bench(commands: Any) -> None:
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     store = kinds.add_parser("store", help="write and read rates for each codec")
     store.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
-    store.add_argument("--bytes", type=_count, default=2 << 30, help="of states, for each codec")
-    store.add_argument("--hidden", type=_count, default=4096, help="width of synthetic states")
-    store.add_argument("--taps", type=_count, default=5, help="of synthetic states")
+    store.add_argument("--bytes", type=_some, default=2 << 30, help="of states, for each codec")
+    store.add_argument("--hidden", type=_some, default=4096, help="width of synthetic states")
+    store.add_argument("--taps", type=_some, default=5, help="of synthetic states")
     store.add_argument("--states", type=Path, metavar="SHARD", help="real states, codec none")
-    store.add_argument("--repeats", type=_count, default=3, help="medians of so many rounds")
+    store.add_argument("--repeats", type=_some, default=3, help="medians of so many rounds")
     store.add_argument("--rates", type=Path, metavar="FILE", help="also for `plan --rates`")
     store.add_argument("--json", action="store_true")
     extract = kinds.add_parser(
@@ -148,25 +148,25 @@ def _add_bench(commands: Any) -> None:
         "--model", default="qwen3.6-27b", help="built in, config.json, folder or id"
     )
     extract.add_argument("--taps", type=_count, nargs="*", help="0-based; default: auto")
-    extract.add_argument("--median", type=_count, default=400, help="tokens of a sample")
+    extract.add_argument("--median", type=_some, default=400, help="tokens of a sample")
     extract.add_argument("--sigma", type=float, default=0.8, help="of the lengths' logarithm")
-    extract.add_argument("--longest", type=_count, default=8192, help="tokens of a sample")
-    extract.add_argument("--row-tokens", type=_count, default=16384)
-    extract.add_argument("--num-rows", type=_count, default=16)
+    extract.add_argument("--longest", type=_some, default=8192, help="tokens of a sample")
+    extract.add_argument("--row-tokens", type=_some, default=16384)
+    extract.add_argument("--num-rows", type=_some, default=16)
     extract.add_argument("--rows", choices=["auto", "packed", "padded"], default="auto")
     extract.add_argument("--codec", choices=["none", "lossless", "fp8"], default="none")
     extract.add_argument("--folder", type=Path, default=Path(), help="where shards are written")
-    extract.add_argument("--shard-bytes", type=_count, default=1 << 30)
+    extract.add_argument("--shard-bytes", type=_some, default=1 << 30)
     extract.add_argument("--memory-gib", type=float, help="cap of the GPU allocator")
     extract.add_argument("--json", action="store_true")
     train = kinds.add_parser("train", help="a drafter's step, beside its products alone")
     train.add_argument("--model", default="qwen3.6-27b", help="of the target, as for extract")
-    train.add_argument("--layers", type=_count, default=5)
-    train.add_argument("--block-size", type=_count, default=16)
-    train.add_argument("--tokens", type=_count, default=4096, help="of a micro-batch")
-    train.add_argument("--anchors", type=_count, default=512, help="of a micro-batch")
-    train.add_argument("--accumulate", type=_count, default=1, help="micro-batches of a step")
-    train.add_argument("--steps", type=_count, default=10)
+    train.add_argument("--layers", type=_some, default=5)
+    train.add_argument("--block-size", type=_some, default=16)
+    train.add_argument("--tokens", type=_some, default=4096, help="of a micro-batch")
+    train.add_argument("--anchors", type=_some, default=512, help="of a micro-batch")
+    train.add_argument("--accumulate", type=_some, default=1, help="micro-batches of a step")
+    train.add_argument("--steps", type=_some, default=10)
     train.add_argument("--source", choices=["memory", "store", "live"], default="memory")
     train.add_argument("--folder", type=Path, default=Path(), help="for --source store")
     train.add_argument("--memory-gib", type=float, help="cap of the GPU allocator")
@@ -178,6 +178,14 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no count")
     return int(text)
+
+
+def _some(text: str) -> int:
+    """A count of at least one."""
+    count = _count(text)
+    if count == 0:
+        raise argparse.ArgumentTypeError("0 is none; expected 1 or more")
+    return count
 
 
 def _amount(text: str) -> int:

@@ -153,8 +153,7 @@ class _Supervisor:
         """Until it ends, or stands still for too long."""
         beat = time.monotonic()
         while child.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(LOOK_S)
+            time.sleep(LOOK_S)  # waiting for it with a limit would wake up four times as often
             for echo in echoes:
                 echo.show()
             if time.monotonic() - beat > BEAT_S:

@@ -443,3 +443,19 @@ def test_a_truncated_shard_of_an_unfinished_store(stored, capsys):
     assert "shard-000000" in said and "Delete it" in said
     shard.unlink()
     assert main(["extract", str(stored)]) == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve-check", "x", "--server", "http://x", "--max-prompts", "0"],
+        ["bench", "train", "--steps", "0"],
+        ["bench", "extract", "--num-rows", "0"],
+        ["verify", "x", "--engine", "vllm", "--command", "x", "--samples", "0"],
+    ],
+)
+def test_nothing_is_no_count(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "0 is none" in capsys.readouterr().err

@@ -270,7 +270,9 @@ def test_a_servers_prompts_are_compared_turn_by_turn(tmp_path, turns):
             )
             return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    (tmp_path / "prompts.jsonl").unlink()  # a rented machine's files are gone; the run's own are here
+    (
+        tmp_path / "prompts.jsonl"
+    ).unlink()  # a rented machine's files are gone; the run's own are here
     chats = serve_check._chats(cfg, prompts)
     for always, what in (
         ({"enable_thinking": False}, "same"),
