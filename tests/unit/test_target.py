@@ -21,7 +21,7 @@ from draftsmith.target.load import (
 )
 from draftsmith.target.rows import plan_rows
 from draftsmith.target.taps import auto_taps, resolve_taps
-from tiny_models import CONFIGS, build, random_ids
+from tiny_models import CONFIGS, MORE, build, random_ids
 
 
 def test_auto_taps_are_zlabs():
@@ -55,7 +55,7 @@ def test_row_plan(lengths, budget, seed):
         assert sum(lengths[i] for row in shard[:-1] for i in row) * 10 < 1000
 
 
-@pytest.mark.parametrize("family", list(CONFIGS))
+@pytest.mark.parametrize("family", list(CONFIGS | MORE))
 def test_extracted_states_equal_each_samples_own_forward(family):
     """Against hidden_states of a forward of its own, one sample at a time, on the whole model."""
     model = build(family)
@@ -139,12 +139,13 @@ def test_every_end_token_ends_an_answer():
     assert set(names) == {"<|im_end|>", "<|endoftext|>"}
 
 
-@pytest.mark.parametrize("family", list(CONFIGS))
+@pytest.mark.parametrize("family", list(CONFIGS | MORE))
 def test_what_the_drafter_borrows_is_read_without_the_other_layers(family, tmp_path):
     build(family).save_pretrained(tmp_path)
     target = TargetConfig(model=str(tmp_path), dtype="float32", device="cpu")
     whole, outside = load_target(target), load_outside(target)
-    assert len(text_decoder(outside).layers) == 1 < len(text_decoder(whole).layers)
+    cut = 6 if family == "gemma4" else 1  # a tensor of its embedding holds a part for every layer
+    assert len(text_decoder(outside).layers) == cut <= len(text_decoder(whole).layers)
     for one, two in zip(unembed(whole), unembed(outside), strict=True):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(two))
     norms = [final_norm(model).state_dict() for model in (whole, outside)]

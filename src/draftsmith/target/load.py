@@ -168,6 +168,8 @@ def load_outside(target: TargetConfig) -> PreTrainedModel:
         target, lambda: AutoConfig.from_pretrained(target.model, revision=target.revision)
     )
     text = _text_config(config)
+    if getattr(text, "hidden_size_per_layer_input", None):  # one tensor holds a part for every layer
+        return load_target(target)
     count = text.num_hidden_layers
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == count > 1:  # something for each layer
@@ -194,7 +196,6 @@ def load_target(
             target.model,
             revision=target.revision,
             dtype=dtype,
-            attn_implementation="sdpa",
             output_loading_info=True,
             **({} if config is None else {"config": config}),
             **placement,
