@@ -158,6 +158,14 @@ class _Supervisor:
                 echo.show()
             if time.monotonic() - beat > BEAT_S:
                 beat = time.monotonic()
+                if not (self.root / "logs").is_dir():
+                    child.kill()  # told to stop, it would write its state once more
+                    raise UserError(
+                        where=str(self.root),
+                        found="that the run's folder is gone",
+                        expected="it to stay while the run lasts",
+                        remedy="Run the same command again.",
+                    )
                 self.say()
                 if self._stands_still():
                     return
@@ -294,6 +302,8 @@ class _Supervisor:
     def say(self) -> None:
         """Write supervisor.json."""
         self.said["heartbeat_at"] = time.time()
+        if self.child is not None and not self.root.is_dir():
+            return  # somebody has deleted it: it stays so
         with contextlib.suppress(UserError, OSError):
             write_json(self.root / now.SUPERVISOR, self.said)
 

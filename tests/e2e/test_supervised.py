@@ -3,6 +3,7 @@ bytes of an undisturbed one. faults.py prints the table of all.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -60,3 +61,13 @@ def test_what_the_user_must_mend_is_said_once_and_a_finished_run_stays_done(befo
     assert "Traceback" not in refused.stderr
     assert command("status", run.root).stdout.startswith("DONE")
     assert "nothing is at work" in command("stop", run.root).stdout
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_deleted_stays_deleted(before, tmp_path):
+    run = Run(before, tmp_path / "run")
+    run.start().training()
+    shutil.rmtree(run.root)
+    assert run.end() == 2
+    assert "gone" in run.said() and "Traceback" not in run.said().partition("gone")[2]
+    assert not run.root.exists() and not left_over(run.folder)

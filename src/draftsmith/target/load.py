@@ -168,7 +168,9 @@ def load_outside(target: TargetConfig) -> PreTrainedModel:
         target, lambda: AutoConfig.from_pretrained(target.model, revision=target.revision)
     )
     text = _text_config(config)
-    if getattr(text, "hidden_size_per_layer_input", None):  # one tensor holds a part for every layer
+    if getattr(
+        text, "hidden_size_per_layer_input", None
+    ):  # one tensor holds a part for every layer
         return load_target(target)
     count = text.num_hidden_layers
     for name, value in list(vars(text).items()):
