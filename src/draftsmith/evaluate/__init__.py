@@ -62,6 +62,7 @@ def run(cfg: RunConfig) -> StageResult:
         info, tokenizer = inspect_target(cfg.target), load_tokenizer(cfg.target)
         drafter, digest, steps = _drafter(cfg, info, tokenizer)
         inputs = {
+            "target": info.identity(),
             "drafter": digest,
             "tokens": tokens["digest"] if tokens else None,
             "prompts": [suites.digests(cfg), suites.template_kwargs(cfg)],
