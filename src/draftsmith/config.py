@@ -5,6 +5,7 @@ What this version cannot do is not accepted: a value that would be ignored is an
 loads.
 """
 
+import difflib
 import json
 import re
 from pathlib import Path
@@ -21,7 +22,11 @@ from pydantic import (
 
 Auto = Literal["auto"]
 Codec = Literal["none", "lossless", "fp8"]
-Method = Literal["ar", "lookup", "chain", "tree", "untrained", "shuffled"]
+SUITES = (
+    "held_out", "gsm8k", "math500", "aime24", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench",
+    "alpaca", "swe-bench-lite",
+)  # fmt: skip
+Method = Literal["ar", "lookup", "mtp", "chain", "tree", "untrained", "shuffled"]
 
 
 S3_ADDRESS = r"s3://[a-z0-9][a-z0-9.-]+[a-z0-9](/.*)?"
@@ -377,17 +382,24 @@ class TrainConfig(_Model):
 
 
 class EvaluateConfig(_Model):
-    suites: Annotated[list[Literal["held_out"]], Field(min_length=1)] = ["held_out"]
-    """Prompt sets."""
+    suites: Annotated[list[str], Field(min_length=1)] = ["held_out"]
+    """Prompt sets: held_out, benchmarks by name (docs/decoding.md), or files of your own (.jsonl)."""
+    data: dict[str, str] = {}
+    """A benchmark's file (.jsonl, .jsonl.gz, .parquet) in place of the hub's, by its name."""
+    thinking: bool | None = None
+    """The template's enable_thinking for benchmarks; null: as tokenize.template_kwargs says."""
     drafter: str | None = None
     """Measure this published checkpoint (folder or hub id) in place of the trained drafter."""
     methods: Annotated[list[Method], Field(min_length=1)] = ["ar", "lookup", "chain"]
-    """ar and lookup need no drafter; untrained and shuffled (another sample's features) are
-    controls.
+    """ar and lookup need no drafter; mtp is the target's own head, where its checkpoint has one;
+    untrained and shuffled (another sample's features) are controls.
     """
+    mtp_tokens: Annotated[int, Field(ge=1)] = 3
+    """Tokens that the target's own head drafts a round."""
     max_prompts: Annotated[int, Field(ge=1)] = 128
     """Prompts a suite, chosen by hash."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 2048
+    """Longest answer; the target's context may end it earlier."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0: greedy. Above, every method samples the target's distribution, exactly."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -400,6 +412,27 @@ class EvaluateConfig(_Model):
     """Compute dtype of target and drafter in evaluation."""
     loop_ngram: Annotated[int, Field(ge=2)] | None = None
     """Cut every method's answer at its first repeated n-gram of this many tokens; null: never."""
+
+    @field_validator("suites")
+    @classmethod
+    def _known(cls, suites: list[str]) -> list[str]:
+        for name in suites:
+            if name not in SUITES and not name.endswith((".jsonl", ".jsonl.gz")):
+                near = difflib.get_close_matches(name, SUITES, 1)
+                raise ValueError(
+                    f"unknown suite {name!r}"
+                    + (f" (did you mean {near[0]}?)" if near else "")
+                    + f"; expected {', '.join(SUITES)}, or a .jsonl file"
+                )
+        if len(set(suites)) != len(suites):
+            raise ValueError(f"suites are repeated in {suites}")
+        return suites
+
+    @model_validator(mode="after")
+    def _data_is_of_suites(self) -> "EvaluateConfig":
+        if unknown := sorted(set(self.data) - set(self.suites) | {"held_out"} & set(self.data)):
+            raise ValueError(f"data: {unknown[0]} is no benchmark among suites {self.suites}")
+        return self
 
     @field_validator("methods")
     @classmethod
@@ -459,6 +492,16 @@ class RunConfig(_Model):
         if mirror is not None and not re.fullmatch(S3_ADDRESS, mirror):
             raise ValueError(f"{mirror}: s3://bucket/prefix")
         return mirror
+
+    @model_validator(mode="after")
+    def _held_out_thinks_as_tokenized(self) -> "RunConfig":
+        asked, said = self.evaluate.thinking, self.tokenize.template_kwargs.get("enable_thinking")
+        if "held_out" in self.evaluate.suites and asked not in (None, said):
+            raise ValueError(
+                f"evaluate.thinking {asked}: held_out prompts were tokenized with enable_thinking "
+                f"{said}; leave held_out out of evaluate.suites, or set tokenize.template_kwargs"
+            )
+        return self
 
     @model_validator(mode="after")
     def _store_is_beside_the_mirror(self) -> "RunConfig":

@@ -28,10 +28,11 @@ def summarize(
     *,
     dtype: str = "float32",
     sampled: bool = False,
+    domains: list[str] | None = None,
 ) -> dict[str, Any]:
     """One method's entry in report.json. `reference` are the autoregressive traces of the same
-    prompts; `dtype` is what both were computed in. Sampled texts are not compared: only their
-    distributions are equal.
+    prompts; `dtype` is what both were computed in; `domains` names each prompt's. Sampled texts are
+    not compared: only their distributions are equal.
     """
     rounds = np.array([len(t.emitted) for t in traces])
     tokens = np.array([sum(t.emitted) for t in traces])
@@ -54,13 +55,20 @@ def summarize(
         "tau_pooled": float(tokens.sum() / max(1, rounds.sum())),
         "tau_mean": float((tokens[has] / rounds[has]).mean()) if has.any() else 1.0,
         "tau_ci95": bootstrap_tau(tokens, rounds),
+        "tau_mean_ci95": bootstrap_mean(tokens[has] / rounds[has]),
         "survival": [
             float((accepted >= k).mean()) if len(accepted) else 0.0 for k in range(1, block_size)
         ],
-        "histogram": np.bincount(emitted, minlength=block_size + 1)[: block_size + 1].tolist(),
+        "histogram": np.bincount(emitted, minlength=block_size + 1).tolist(),
+        "by_position": by_position(traces),
+        "by_domain": by_domain(traces, domains or [""] * len(traces)),
         "target_calls_per_token": float(rounds.sum() / max(1, tokens.sum())),
         "tokens_per_s": rate,
         "speedup": rate / base_rate if base_rate else 0.0,
+        "shares": {
+            part: sum(getattr(t, f"{part}_s") for t in traces) / seconds if seconds else 0.0
+            for part in ("draft", "verify", "commit")
+        },
         "num_rounds": int(rounds.sum()),
         "num_tokens": int(sum(len(t.tokens) for t in traces)),
         "stop_reasons": {
@@ -69,6 +77,52 @@ def summarize(
         },
         **(NOT_COMPARED if sampled else compare(traces, reference, NEAR_TIES[dtype])),
     }
+
+
+POSITIONS = (0, 64, 256, 512, 1024, 2048, 4096, 1 << 62)
+"""Where in the answer a round begins, for tau by position."""
+
+
+def by_position(traces: list[Trace]) -> list[dict[str, Any]]:
+    """tau of the rounds that begin in [from, to) tokens of the answer; empty ones are left out."""
+    rounds = [
+        (begin, count)
+        for trace in traces
+        for begin, count in zip(
+            np.cumsum([1, *trace.emitted[:-1]]).tolist(), trace.emitted, strict=False
+        )
+    ]
+    out = []
+    for low, high in zip(POSITIONS, POSITIONS[1:], strict=False):
+        mine = [count for begin, count in rounds if low <= begin < high]
+        if mine:
+            top = high if high < 1 << 62 else None
+            tau = sum(mine) / len(mine)
+            out.append({"from": low, "to": top, "tau": tau, "rounds": len(mine)})
+    return out
+
+
+def by_domain(traces: list[Trace], domains: list[str]) -> dict[str, dict[str, Any]]:
+    """Pooled tau, its interval and the prompts of each domain."""
+    out = {}
+    for domain in sorted(set(domains)):
+        mine = [t for t, its in zip(traces, domains, strict=True) if its == domain]
+        tokens = np.array([sum(t.emitted) for t in mine])
+        rounds = np.array([len(t.emitted) for t in mine])
+        out[domain] = {
+            "tau_pooled": float(tokens.sum() / max(1, rounds.sum())),
+            "tau_ci95": bootstrap_tau(tokens, rounds),
+            "num_prompts": len(mine),
+        }
+    return out
+
+
+def bootstrap_mean(values: np.ndarray, num_draws: int = 2000, seed: int = 0) -> list[float]:
+    """95% interval of the mean over resampled prompts."""
+    if not len(values):
+        return [1.0, 1.0]
+    draws = np.random.default_rng(seed).integers(0, len(values), (num_draws, len(values)))
+    return [float(x) for x in np.percentile(values[draws].mean(1), [2.5, 97.5])]
 
 
 def bootstrap_tau(
@@ -83,8 +137,9 @@ def bootstrap_tau(
 def compare(
     traces: list[Trace], reference: list[Trace], near_tie: float = NEAR_TIES["float32"]
 ) -> dict[str, Any]:
-    """How many texts equal the autoregressive ones. A difference is judged where it begins: a near
-    tie or a mismatch.
+    """How many texts equal the autoregressive ones. A difference is judged where it begins, a near
+    tie or a mismatch; and behind it by what one plain forward over the differing text says of each
+    of its tokens.
     """
     differing = []
     for prompt, (trace, ref) in enumerate(zip(traces, reference, strict=True)):
@@ -95,7 +150,16 @@ def compare(
             min(len(trace.tokens), len(ref.tokens)),
         )
         gap = ref.gaps[at] if at < len(ref.gaps) else float("inf")
-        differing.append({"prompt": prompt, "token": at, "top2_gap": gap})
+        forced = [gap for gap in trace.forced_gaps if gap > 0]
+        differing.append(
+            {
+                "prompt": prompt,
+                "token": at,
+                "top2_gap": gap,
+                "forced_not_argmax": len(forced),
+                "forced_largest_gap": max(forced, default=0.0),
+            }
+        )
     near = [d for d in differing if d["top2_gap"] <= near_tie]
     return {
         "identical": len(traces) - len(differing),

@@ -84,7 +84,14 @@ def _run_of(export: Path) -> tuple[RunConfig, DrafterShape, list[dict[str, Any]]
             remedy="Run `draftsmith run CONFIG` first.",
         )
     cfg = configfile.load(root / "run.yaml", {"run": str(root)})
-    prompts = json.loads(traces.read_text())
+    prompts = [p for p in json.loads(traces.read_text()) if p.get("suite") == evaluate.HELD_OUT]
+    if not prompts:
+        raise UserError(
+            where="evaluate.suites",
+            found="no held_out",
+            expected="the prompts that the server is asked",
+            remedy="Add held_out to evaluate.suites and evaluate again.",
+        )
     if any("chain" not in prompt["methods"] for prompt in prompts):
         raise UserError(
             where="evaluate.methods",

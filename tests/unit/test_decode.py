@@ -166,7 +166,7 @@ def test_a_state_that_is_not_rolled_back_is_seen(family, monkeypatch):
         self._keep_keys(size, path)
         self._keep_convolutions(size, path)
         for layer, stash in zip(self._linear_layers(), self._block.stashes, strict=False):
-            stash.fold(layer.recurrent_states[0], list(range(size)))
+            stash.fold(layer.recurrent_states[0], torch.arange(size))
         self.num_committed += len(path)
         self._block = None
 
@@ -255,7 +255,7 @@ def test_a_block_is_its_paths_one_by_one(dtype, bound, seed):
             want = gdn_step(*(x[:, t : t + 1] for x in inputs), mine)
         torch.testing.assert_close(out[:, node : node + 1], want, rtol=0, atol=bound)
         folded = state.clone()
-        stash.fold(folded, path)
+        stash.fold(folded, torch.tensor(path))
         torch.testing.assert_close(folded, mine, rtol=0, atol=bound)
 
 

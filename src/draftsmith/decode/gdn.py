@@ -16,6 +16,7 @@ the convolution.
 
 import contextlib
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,11 +68,15 @@ class Stash:
     u: Tensor
     log_decay: Tensor
 
-    def fold(self, state_BHKV: Tensor, path: list[int]) -> None:
-        """Advance the state in place over these nodes, root first: S <- e^{G_leaf} S + sum_j
+    def fold(self, state_BHKV: Tensor, path: Tensor) -> None:
+        """Advance the state in place over these nodes (int64), root first: S <- e^{G_leaf} S + sum_j
         e^{G_leaf - G_j} k_j u_j^T.
         """
-        index = torch.tensor(path, device=self.u.device)
+        index = path.to(self.u.device)
+        kernels = _kernels(state_BHKV)
+        if kernels is not None and kernels.fits(self.k, self.u.transpose(1, 2), state_BHKV):
+            kernels.fold(state_BHKV, self.k, self.u, self.log_decay, index)
+            return
         along = self.log_decay.index_select(2, index)
         leaf = along[..., -1:]
         k = _repeat(self.k.index_select(2, index), self.u.shape[1])
@@ -94,8 +99,14 @@ def gdn_block(
 
     With G the log decay from the root and D_ij = e^{G_i - G_j} where j is i or an ancestor, else 0:
     (I + beta (K K^T) . D, below the diagonal) U = beta (V - e^G K S);  O = e^G Q S + ((Q K^T) . D) U
-    (the WY form of arXiv:2412.06464 with ancestors in place of predecessors).
+    (the WY form of arXiv:2412.06464 with ancestors in place of predecessors). On a GPU with Triton one
+    kernel, gdn_triton.py.
     """
+    kernels = _kernels(state_BHKV)
+    if kernels is not None and kernels.fits(q_BTHK, v_BTHV, state_BHKV):
+        inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH)
+        out, *kept = kernels.block(*inputs, state_BHKV, seen_TT)
+        return out, Stash(*kept)
     dtype = torch.promote_types(v_BTHV.dtype, torch.float32)
     H = v_BTHV.shape[2]
     few = _keys(k_BTHK, dtype)
@@ -110,6 +121,15 @@ def gdn_block(
     u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     out = start * (q @ state_BHKV) + ((q @ k.transpose(-1, -2)) * decay) @ u
     return out.transpose(1, 2), Stash(few, u, log_decay)
+
+
+def _kernels(state: Tensor) -> Any:
+    """The Triton module where it can run."""
+    if state.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from draftsmith.decode import gdn_triton
+
+    return gdn_triton
 
 
 def _keys(x_BTHK: Tensor, dtype: torch.dtype, eps: float = 1e-6) -> Tensor:

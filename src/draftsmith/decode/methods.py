@@ -4,7 +4,7 @@ the controls.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from draftsmith.config import RunConfig
 from draftsmith.core import Sample, UserError
 from draftsmith.decode.ends import AnswerEnd
+from draftsmith.decode.forced import forced_gaps
+from draftsmith.decode.mtp import MTPHead, MTPProposer, load_mtp
 from draftsmith.decode.propose import DraftProposer, LookupProposer, NoProposer, Proposer
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.session import TargetSession
@@ -27,6 +29,29 @@ from draftsmith.target.taps import decoder_layers
 DRAFTED = ("chain", "tree", "untrained", "shuffled")
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked, and where it comes from. `text` is the prompt with the target's answer behind it
+    where one is known. `messages` are what `ids` render, `later` the user's turns that follow the
+    answer; both only of suites.
+    """
+
+    suite: str
+    sample_id: int
+    ids: list[int]
+    text: list[int]
+    domain: str = ""
+    turn: int = 0
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    later: list[str] = field(default_factory=list)
+
+
+Answered = tuple[Prompt, dict[str, Trace]]
+Follow = Callable[[Prompt, list[int]], Prompt | None]
+"""The prompt of the next turn after the autoregressive answer; None when there is none."""
+
+
 def prompt_of(sample: Sample) -> list[int]:
     """The tokens before the supervised answer."""
     return sample.input_ids[: sample.loss_mask.index(1)]
@@ -36,71 +61,107 @@ def measure(
     cfg: RunConfig,
     target: PreTrainedModel,
     checkpoint: Path,
-    prompts: list[Sample],
+    prompts: list[Prompt],
     eos: list[int],
     progress: Callable[..., None],
     kept: Path,
-) -> dict[str, list[Trace]]:
-    """Every method's trace of every prompt. Methods take turns prompt by prompt, so that machine
-    noise hits all alike. A prompt's traces are a line of the file `kept`; those that are there
-    already are not made again.
+    *,
+    follow: Follow = lambda prompt, answer: None,
+) -> list[Answered]:
+    """Every method's trace of every prompt and of the turns that follow it. Methods take turns prompt
+    by prompt, so that machine noise hits all alike. A prompt's traces are a line of the file `kept`;
+    those that are there already are not made again.
     """
-    drafters = _drafters(cfg, target, checkpoint)
-    shape = drafters["chain"].shape
-    block_size, taps = shape.block_size, list(shape.taps)
-    traces: dict[str, list[Trace]] = {method: [] for method in cfg.evaluate.methods}
-
-    def decode(method: str, sample: Sample, other: Sample) -> Trace:
-        sampling = Sampling(
-            cfg.evaluate.temperature,
-            cfg.evaluate.top_p,
-            cfg.evaluate.top_k,
-            seed=cfg.seed * 1_000_003 + sample.sample_id,
-        )
-        proposer = proposer_for(method, other, sampling)
-        end = AnswerEnd(
-            eos_ids=eos,
-            max_new_tokens=cfg.evaluate.max_new_tokens,
-            loop_ngram=cfg.evaluate.loop_ngram,
-        )
-        session = TargetSession(target, taps if method in DRAFTED else [])
-        return speculate(session, prompt_of(sample), proposer, end, sampling)
-
-    def proposer_for(method: str, other: Sample, sampling: Sampling) -> Proposer:
-        trained = drafters["chain"]
-        if method == "ar":
-            return NoProposer()
-        if method == "lookup":
-            return LookupProposer(block_size - 1)
-        if method == "shuffled":
-            return DraftProposer(trained, features_of(target, taps, other), sampling=sampling)
-        if method == "tree":
-            return DraftProposer(trained, tree_budget=cfg.evaluate.tree_budget)
-        return DraftProposer(drafters[method], sampling=sampling)
-
-    for line in _read_kept(kept)[: len(prompts)]:
-        for method in cfg.evaluate.methods:
-            traces[method].append(Trace(**line[method]))
-    done = sum(map(len, traces.values()))
-    progress(done)
+    decode = _Decoder(cfg, target, checkpoint, eos)
+    methods = cfg.evaluate.methods
+    old, out = _read_kept(kept), []
+    progress(len(old) * len(methods))
     decode("ar", prompts[0], prompts[0])  # warm up
-    for i, sample in list(enumerate(prompts))[len(traces["ar"]) :]:
-        other = prompts[(i + 1) % len(prompts)]
-        for method in cfg.evaluate.methods:
-            traces[method].append(decode(method, sample, other))
-        with open(kept, "a") as file:
-            file.write(json.dumps({name: asdict(mine[i]) for name, mine in traces.items()}) + "\n")
-        done += len(traces)
-        shown = {f"tau_{m}": _running_tau(traces[m]) for m in cfg.evaluate.methods if m != "ar"}
-        progress(done, **shown)
-    if not any(trace.emitted for trace in traces["ar"]):
+    for i, first in enumerate(prompts):
+        other, prompt = prompts[(i + 1) % len(prompts)], first
+        while prompt is not None:
+            if len(out) < len(old):
+                traces = {name: Trace(**old[len(out)][name]) for name in methods}
+            else:
+                traces = {name: decode(name, prompt, other) for name in methods}
+                _force(target, prompt, traces, cfg.evaluate.temperature > 0)
+                with open(kept, "a") as file:
+                    file.write(json.dumps({name: asdict(t) for name, t in traces.items()}) + "\n")
+            out.append((prompt, traces))
+            shown = {f"tau_{m}": _running_tau(out, m) for m in methods if m != "ar"}
+            progress(len(out) * len(methods), **shown)
+            prompt = follow(prompt, traces["ar"].tokens)
+    if not any(traces["ar"].emitted for _, traces in out):
         raise UserError(
             where="evaluate",
             found="no answer of more than one token",
             expected="something to draft",
             remedy="Look at the answers (RUN/data/answers), or use other prompts.",
         )
-    return traces
+    return out
+
+
+class _Decoder:
+    """One method on one prompt; `other` is the prompt whose features the control shuffled takes."""
+
+    def __init__(
+        self, cfg: RunConfig, target: PreTrainedModel, checkpoint: Path, eos: list[int]
+    ) -> None:
+        self._cfg, self._target, self._eos = cfg, target, eos
+        self._drafters = _drafters(cfg, target, checkpoint)
+        self._taps = list(self._drafters["chain"].shape.taps)
+        self._head: MTPHead | None = None
+        if "mtp" in cfg.evaluate.methods:
+            self._head = load_mtp(cfg.target, target)
+        text = target.config.get_text_config(decoder=True)
+        self._context = getattr(text, "max_position_embeddings", 0) or 0
+
+    def __call__(self, method: str, prompt: Prompt, other: Prompt) -> Trace:
+        cfg = self._cfg.evaluate
+        sampling = Sampling(
+            cfg.temperature, cfg.top_p, cfg.top_k,
+            seed=self._cfg.seed * 1_000_003 + prompt.sample_id,
+        )  # fmt: skip
+        room = max(2, self._context - len(prompt.ids)) if self._context else cfg.max_new_tokens
+        end = AnswerEnd(
+            eos_ids=self._eos,
+            max_new_tokens=min(cfg.max_new_tokens, room),
+            loop_ngram=cfg.loop_ngram,
+        )
+        session = TargetSession(self._target, self._taps_of(method))
+        proposer = self._proposer(method, other, sampling)
+        return speculate(session, prompt.ids, proposer, end, sampling)
+
+    def _taps_of(self, method: str) -> list[int]:
+        if method == "mtp":
+            return [len(decoder_layers(text_decoder(self._target), "target.model")) - 1]
+        return self._taps if method in DRAFTED else []
+
+    def _proposer(self, method: str, other: Prompt, sampling: Sampling) -> Proposer:
+        trained, cfg = self._drafters["chain"], self._cfg.evaluate
+        if method == "ar":
+            return NoProposer()
+        if method == "lookup":
+            return LookupProposer(trained.shape.block_size - 1)
+        if method == "mtp":
+            assert self._head is not None, "loaded when mtp is asked for"
+            return MTPProposer(self._head, self._target, cfg.mtp_tokens)
+        if method == "shuffled":
+            features = features_of(self._target, self._taps, other.text)
+            return DraftProposer(trained, features, sampling=sampling)
+        if method == "tree":
+            return DraftProposer(trained, tree_budget=cfg.tree_budget)
+        return DraftProposer(self._drafters[method], sampling=sampling)
+
+
+def _force(
+    target: PreTrainedModel, prompt: Prompt, traces: dict[str, Trace], sampled: bool
+) -> None:
+    """Greedy texts that are not the autoregressive one go through the plain target."""
+    for name, trace in traces.items():
+        if not sampled and trace.tokens != traces["ar"].tokens:
+            gaps = forced_gaps(target, prompt.ids, trace.tokens)
+            traces[name] = replace(trace, forced_gaps=gaps)
 
 
 def _read_kept(path: Path) -> list[dict[str, Any]]:
@@ -112,13 +173,14 @@ def _read_kept(path: Path) -> list[dict[str, Any]]:
 
 
 @torch.inference_mode()
-def features_of(target: PreTrainedModel, taps: list[int], sample: Sample) -> Tensor:
-    """Features [n, taps, H] of a whole sample, its answer included."""
-    _, features = TargetSession(target, taps).prefill(sample.input_ids)
+def features_of(target: PreTrainedModel, taps: list[int], ids: list[int]) -> Tensor:
+    """Features [n, taps, H] of a whole text."""
+    _, features = TargetSession(target, taps).prefill(ids)
     return features
 
 
-def _running_tau(traces: list[Trace]) -> float:
+def _running_tau(answered: list[Answered], method: str) -> float:
+    traces = [traces[method] for _, traces in answered]
     return sum(sum(t.emitted) for t in traces) / max(1, sum(len(t.emitted) for t in traces))
 
 

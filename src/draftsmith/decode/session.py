@@ -100,8 +100,9 @@ class TargetSession:
             self._keep_convolutions(size, path)
             stashes = self._block.stashes
             if size > 1:  # a single node has advanced the states itself
+                index = self._index(0, path)
                 for layer, stash in zip(self._linear_layers(), stashes, strict=True):
-                    stash.fold(layer.recurrent_states[0], path)
+                    stash.fold(layer.recurrent_states[0], index)
         self.num_committed += len(path)
         self._block, self._ids, self._snapshot = None, None, []
 

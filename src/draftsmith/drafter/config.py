@@ -1,9 +1,10 @@
 """The drafter's shape, and its config.json in z-lab's layout (the keys vLLM and SGLang read)."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftsmith.config import DrafterConfig
 from draftsmith.core import UserError
@@ -120,6 +121,26 @@ def check_belongs(shape: DrafterShape, target: TargetInfo, where: str) -> None:
             + f", as the target {target.name}",
             remedy="Use a drafter that was made for this target.",
         )
+
+
+def check_tokenizer(path: Path, shape: DrafterShape, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError when this drafter was made for another tokenizer: its mask token is one that
+    texts of this one use, or another tokenizer lies beside it.
+    """
+    if shape.mask_token_id in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+        found = f"mask_token_id {shape.mask_token_id}, the target's pad or end token"
+    elif (beside := path / "tokenizer.json").exists() and (
+        PreTrainedTokenizerFast(tokenizer_file=str(beside)).get_vocab() != tokenizer.get_vocab()
+    ):
+        found = "a tokenizer.json with another vocabulary than the target's"
+    else:
+        return
+    raise UserError(
+        where=str(path),
+        found=found,
+        expected="a drafter made with the target's tokenizer",
+        remedy="Use a drafter that was made for this target.",
+    )
 
 
 def warm_shape(cfg: DrafterConfig, published: DrafterShape, taps: list[int]) -> DrafterShape:

@@ -1,8 +1,8 @@
-"""The evaluate stage: what the drafter is worth on held-out prompts, in the real loop, beside
-baselines and controls.
+"""The evaluate stage: what the drafter is worth on held-out prompts and benchmarks, in the real loop,
+beside baselines and controls.
 
-ar: one token a call. lookup: prompt lookup. chain: the trained drafter. tree: the same drafter's most
-probable prefixes (evaluate.tree_budget nodes). Controls: untrained (the
+ar: one token a call. lookup: prompt lookup. mtp: the target's own head. chain: the trained drafter. tree:
+the same drafter's most probable prefixes (evaluate.tree_budget nodes). Controls: untrained (the
 same network before training) and shuffled (the trained one fed another sample's features); a
 drafter that does not beat both has learnt nothing from the features. All methods run the same loop
 and end answers by the same rule.
@@ -21,12 +21,13 @@ from draftsmith import files, report, train
 from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig
 from draftsmith.core import FaultFound, Sample, StageResult, UserError
-from draftsmith.decode.methods import measure, prompt_of
-from draftsmith.decode.speculate import Trace
+from draftsmith.decode.methods import Answered, Prompt, measure, prompt_of
 from draftsmith.drafter.checkpoint import find_drafter, read_shape
-from draftsmith.drafter.config import check_belongs
+from draftsmith.drafter.config import check_belongs, check_tokenizer
+from draftsmith.evaluate import suites
 from draftsmith.metrics import summarize
 from draftsmith.monitor.state import stage_report
+from draftsmith.report import page
 from draftsmith.target.load import (
     TargetInfo,
     device_of,
@@ -37,6 +38,7 @@ from draftsmith.target.load import (
 )
 from draftsmith.train import checkpoints
 
+HELD_OUT = "held_out"
 EXAMPLES = 3  # texts shown in the report
 TRACES = "traces.json"
 KEPT = "kept.jsonl"  # a prompt's traces a line, while the stage runs
@@ -48,64 +50,99 @@ def folder(cfg: RunConfig) -> Path:
 
 
 def run(cfg: RunConfig) -> StageResult:
-    """Measure every method on every suite; write report.json and report.html. FaultFound when
-    greedy text differs.
+    """Measure every method on every suite; write report.json, report.html and report.md. FaultFound
+    when greedy text differs.
     """
     out = folder(cfg)
-    tokens = tokenize_stage.finished(cfg)
+    held_out = HELD_OUT in cfg.evaluate.suites
+    tokens = tokenize_stage.finished(cfg) if held_out else None
     dtype_name = cfg.target.dtype if cfg.evaluate.dtype == "target" else cfg.evaluate.dtype
     sizes = f"evaluate.tree_budget {cfg.evaluate.tree_budget}, max_new_tokens {cfg.evaluate.max_new_tokens}"
     with stage_report(cfg.root, "evaluate", sizes) as stage:
         info, tokenizer = inspect_target(cfg.target), load_tokenizer(cfg.target)
-        drafter, digest, steps = _drafter(cfg, info)
+        drafter, digest, steps = _drafter(cfg, info, tokenizer)
         inputs = {
+            "target": info.identity(),
             "drafter": digest,
-            "tokens": tokens["digest"],
+            "tokens": tokens["digest"] if tokens else None,
+            "prompts": [suites.digests(cfg), suites.template_kwargs(cfg)],
             "seed": cfg.seed,
             "compute_dtype": dtype_name,
             "device": device_of(cfg.target).type,
-            **cfg.evaluate.model_dump(exclude={"drafter"}),
+            **cfg.evaluate.model_dump(exclude={"drafter", "data"}),
         }
-        manifest = manifests.begin(out, "eval/1", inputs, remake=True)
+        manifest = manifests.begin(out, "eval/2", inputs, remake=True)
         if manifest["complete"]:
             _refuse_mismatches(json.loads((out / "report.json").read_text()), out)
             return StageResult("evaluate", str(out), skipped=True, summary=manifest["counts"])
-        prompts = held_out_prompts(cfg, tokens)
+        prompts = [
+            prompt
+            for suite in cfg.evaluate.suites
+            for prompt in (
+                _as_prompts(held_out_prompts(cfg, tokens or {}), info)
+                if suite == HELD_OUT
+                else suites.load(cfg, suite, tokenizer, info)
+            )
+        ]
         dtype = getattr(torch, dtype_name)
         target = load_target(cfg.target, dtype=dtype)
         eos = eos_ids(tokenizer, cfg.target)
-        stage.working(len(prompts) * len(cfg.evaluate.methods), "answers")
-        traces = measure(cfg, target, drafter, prompts, eos, stage.progress, out / KEPT)
+        turns = sum(1 + len(prompt.later) for prompt in prompts)
+        stage.working(turns * len(cfg.evaluate.methods), "answers")
+        answered = measure(
+            cfg, target, drafter, prompts, eos, stage.progress, out / KEPT,
+            follow=suites.follower(cfg, tokenizer, info),
+        )  # fmt: skip
         described = {**asdict(read_shape(drafter, info.num_layers)), "steps": steps}
-        result = _report(cfg, info.identity(), prompts, traces, tokenizer, described, dtype)
-        files.write_json(out / "report.json", result)
-        files.write_json(out / TRACES, traces_json(prompts, traces))
-        losses = report.read_losses(cfg.root)
-        files.write_atomic(
-            out / "report.html", lambda path: path.write_text(report.render_html(result, losses))
-        )
-        entries = {
-            name: {"sha256": files.file_digest(out / name), "bytes": (out / name).stat().st_size}
-            for name in ("report.json", "report.html", TRACES)
-        }
-        methods = result["suites"][0]["methods"]
-        manifest = manifests.finish(
-            out, manifest, entries, {f"tau_{name}": m["tau_pooled"] for name, m in methods.items()}
-        )
-        (out / KEPT).unlink()
+        result = _report(cfg, info.identity(), answered, tokenizer, described, dtype)
+        manifest = _write(cfg, out, manifest, result, answered)
         print(report.table(result))
         print(f"report: {out / 'report.html'}")
         _refuse_mismatches(result, out)
     return StageResult("evaluate", str(out), summary=manifest["counts"])
 
 
-def _drafter(cfg: RunConfig, info: TargetInfo) -> tuple[Path, str, int | None]:
+def _write(
+    cfg: RunConfig, out: Path, manifest: Any, result: dict[str, Any], answered: list[Answered]
+) -> Any:
+    """Every file, then the manifest."""
+    files.write_json(out / "report.json", result)
+    files.write_json(out / TRACES, traces_json(answered))
+    losses = report.read_losses(cfg.root)
+    for name, text in (
+        ("report.html", page.render_html(result, losses)),
+        ("report.md", report.markdown(result)),
+    ):
+        files.write_atomic(out / name, lambda path, text=text: path.write_text(text))
+    entries = {
+        name: {"sha256": files.file_digest(out / name), "bytes": (out / name).stat().st_size}
+        for name in ("report.json", "report.html", "report.md", TRACES)
+    }
+    methods = result["suites"][0]["methods"]
+    counts = {f"tau_{name}": m["tau_pooled"] for name, m in methods.items()}
+    manifest = manifests.finish(out, manifest, entries, counts)
+    (out / KEPT).unlink()
+    return manifest
+
+
+def _as_prompts(samples: list[Sample], info: TargetInfo) -> list[Prompt]:
+    out = []
+    for s in samples:
+        ids = prompt_of(s)
+        suites.check_prompt(ids, info, f"held-out sample {s.sample_id}")
+        out.append(Prompt(HELD_OUT, s.sample_id, ids, s.input_ids, Path(s.source).stem))
+    return out
+
+
+def _drafter(cfg: RunConfig, info: TargetInfo, tokenizer: Any) -> tuple[Path, str, int | None]:
     """The checkpoint to measure, its digest, and its training steps where they are known."""
     if cfg.evaluate.drafter is None:
         trained = train.finished(cfg)
         return last_checkpoint(cfg), trained["digest"], trained["counts"]["steps"]
     path = find_drafter(cfg.evaluate.drafter)
-    check_belongs(read_shape(path, info.num_layers), info, str(path))
+    shape = read_shape(path, info.num_layers)
+    check_belongs(shape, info, str(path))
+    check_tokenizer(path, shape, tokenizer)
     names = sorted([path / "config.json", *path.glob("*.safetensors")])
     return path, files.digest([[f.name, files.file_digest(f)] for f in names]), None
 
@@ -118,15 +155,18 @@ def report_of(cfg: RunConfig, digest: str) -> dict[str, Any] | None:
     return json.loads((folder(cfg) / "report.json").read_text())
 
 
-def traces_json(prompts: list[Sample], traces: dict[str, list[Trace]]) -> list[dict[str, Any]]:
+def traces_json(answered: list[Answered]) -> list[dict[str, Any]]:
     """What happened at every prompt, for other tools and for serve-check."""
     return [
         {
-            "sample_id": sample.sample_id,
-            "prompt_ids": prompt_of(sample),
-            "methods": {name: asdict(mine[i]) for name, mine in traces.items()},
+            "suite": prompt.suite,
+            "sample_id": prompt.sample_id,
+            "turn": prompt.turn,
+            "domain": prompt.domain,
+            "prompt_ids": prompt.ids,
+            "methods": {name: asdict(trace) for name, trace in traces.items()},
         }
-        for i, sample in enumerate(prompts)
+        for prompt, traces in answered
     ]
 
 
@@ -162,31 +202,14 @@ def held_out_prompts(cfg: RunConfig, tokens: dict[str, Any]) -> list[Sample]:
 def _report(
     cfg: RunConfig,
     target: dict[str, Any],
-    prompts: list[Sample],
-    traces: dict[str, list[Trace]],
+    answered: list[Answered],
     tokenizer: Any,
     shape: dict[str, Any],
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    methods = {
-        name: summarize(
-            mine,
-            traces["ar"],
-            shape["block_size"],
-            dtype=str(dtype).removeprefix("torch."),
-            sampled=cfg.evaluate.temperature > 0,
-        )
-        for name, mine in traces.items()
-    }
-    examples = [
-        {
-            "prompt": tokenizer.decode(prompt_of(prompts[i])),
-            "answer": tokenizer.decode(traces["ar"][i].tokens),
-        }
-        for i in range(min(EXAMPLES, len(prompts)))
-    ]
+    compute = str(dtype).removeprefix("torch.")
     return {
-        "format": "report/1",
+        "format": "report/2",
         "run": cfg.run,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "target": target,
@@ -196,18 +219,48 @@ def _report(
         },
         "settings": {
             **cfg.evaluate.model_dump(exclude={"drafter"}),
-            "compute_dtype": str(dtype).removeprefix("torch."),
+            "template_kwargs": suites.template_kwargs(cfg),
+            "compute_dtype": compute,
             "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
             "device": str(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"),
         },
         "suites": [
-            {
-                "name": "held_out",
-                "num_prompts": len(prompts),
-                "methods": methods,
-                "examples": examples,
-            }
+            _suite(
+                cfg, name, [a for a in answered if a[0].suite == name], tokenizer, shape, compute
+            )
+            for name in cfg.evaluate.suites
         ],
+    }
+
+
+def _suite(
+    cfg: RunConfig,
+    name: str,
+    answered: list[Answered],
+    tokenizer: Any,
+    shape: dict[str, Any],
+    compute: str,
+) -> dict[str, Any]:
+    domains = [prompt.domain for prompt, _ in answered]
+    reference = [traces["ar"] for _, traces in answered]
+    methods = {
+        method: summarize(
+            [traces[method] for _, traces in answered], reference, shape["block_size"],
+            dtype=compute, sampled=cfg.evaluate.temperature > 0, domains=domains,
+        )
+        for method in cfg.evaluate.methods
+    }  # fmt: skip
+    examples = [
+        {"prompt": tokenizer.decode(p.ids), "answer": tokenizer.decode(traces["ar"].tokens)}
+        for p, traces in answered[:EXAMPLES]
+    ]
+    return {
+        "name": name,
+        "num_prompts": len(answered),
+        "prompt_tokens": sum(len(prompt.ids) for prompt, _ in answered),
+        "methods": methods,
+        "examples": examples,
     }
 
 
@@ -215,8 +268,12 @@ def _refuse_mismatches(result: dict[str, Any], out: Path) -> None:
     """In fp32 a text may differ only at a near tie. In bf16 a block and a token round differently:
     reported, not refused.
     """
-    methods = result["suites"][0]["methods"]
-    wrong = {name: m["mismatches"] for name, m in methods.items() if m["mismatches"]}
+    wrong = {
+        f"{suite['name']} {name}": m["mismatches"]
+        for suite in result["suites"]
+        for name, m in suite["methods"].items()
+        if m["mismatches"]
+    }
     if wrong and result["settings"]["compute_dtype"] == "float32":
         raise FaultFound(
             f"text that differs from the autoregressive text beyond near ties: {wrong}; see "

@@ -1,0 +1,302 @@
+"""Benchmarks by name, and prompt files of your own: where their rows come from, what is asked, and the
+prompts' tokens under the target's chat template.
+
+Hub ids and wordings are those of the DFlash and DDTree papers' code (z-lab/dflash benchmark.py,
+liranringel/ddtree), so that taus can be set beside published ones. Only the user's turns are taken: the
+target answers them itself, and in a conversation of several turns the later ones follow its
+autoregressive answer.
+"""
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from draftsmith import files
+from draftsmith.config import RunConfig
+from draftsmith.core import UserError
+from draftsmith.decode.methods import Prompt
+from draftsmith.target.load import TargetInfo, check_ids
+from draftsmith.tokenize.template import render_prompt
+
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Where a set comes from on the hub, and the user's turns of a row."""
+
+    hub: str
+    split: str
+    turns: Callable[[Row], list[str]]
+    domain: Callable[[Row], str]
+    name: str | None = None
+    file: str | None = None
+
+
+def _livecodebench(row: Row) -> list[str]:
+    code = row.get("starter_code") or ""
+    how = (
+        f"Use this starter code:\n```python\n{code}\n```"
+        if code
+        else "Read the input from stdin and write the answer to stdout."
+    )
+    return [f"{row['question_content']}\n\nWrite a Python program that solves it. {how}"]
+
+
+def _alpaca(row: Row) -> list[str]:
+    more = f"\n\n{row['input']}" if row.get("input") else ""
+    return [row["instruction"] + more]
+
+
+BENCHMARKS = {
+    "gsm8k": Benchmark(
+        "openai/gsm8k", "test", lambda row: [row["question"] + BOXED], lambda row: "math", "main"
+    ),
+    "math500": Benchmark(
+        "HuggingFaceH4/MATH-500", "test", lambda row: [row["problem"] + BOXED],
+        lambda row: str(row.get("subject", "math")),
+    ),
+    "aime24": Benchmark(
+        "HuggingFaceH4/aime_2024", "train", lambda row: [row["problem"] + BOXED], lambda row: "math"
+    ),
+    "aime25": Benchmark(
+        "MathArena/aime_2025", "train", lambda row: [row["problem"] + BOXED], lambda row: "math"
+    ),
+    "humaneval": Benchmark(
+        "openai/openai_humaneval", "test",
+        lambda row: [
+            "Write a solution to the following problem and make sure that it passes the tests:\n"
+            f"```python\n{row['prompt']}\n```"
+        ],
+        lambda row: "code",
+    ),
+    "mbpp": Benchmark(
+        "google-research-datasets/mbpp", "test", lambda row: [row["prompt"]], lambda row: "code",
+        "sanitized",
+    ),
+    "livecodebench": Benchmark(
+        "livecodebench/code_generation_lite", "train", _livecodebench,
+        lambda row: str(row.get("difficulty", "code")), file="test6.jsonl",
+    ),
+    "mt-bench": Benchmark(
+        "HuggingFaceH4/mt_bench_prompts", "train", lambda row: list(row["prompt"]),
+        lambda row: str(row.get("category", "chat")),
+    ),
+    "alpaca": Benchmark("tatsu-lab/alpaca", "train", _alpaca, lambda row: "chat"),
+    "swe-bench-lite": Benchmark(
+        "princeton-nlp/SWE-bench_Lite", "test",
+        lambda row: [f"{row['problem_statement']}\n\nPlease fix the issue"],
+        lambda row: str(row.get("repo", "code")),
+    ),
+}  # fmt: skip
+
+
+def template_kwargs(cfg: RunConfig) -> dict[str, Any]:
+    """The chat template's variables for suites."""
+    said = {} if cfg.evaluate.thinking is None else {"enable_thinking": cfg.evaluate.thinking}
+    return {**cfg.tokenize.template_kwargs, **said}
+
+
+def digests(cfg: RunConfig) -> dict[str, str]:
+    """What each suite but held_out is made from: a file's digest, or the hub's name."""
+    out = {}
+    for suite in cfg.evaluate.suites:
+        path = _path(cfg, suite)
+        if path is not None:
+            _exists(suite, path)
+            out[suite] = files.file_digest(path)
+        elif suite in BENCHMARKS:
+            out[suite] = BENCHMARKS[suite].hub
+    return out
+
+
+def load(cfg: RunConfig, suite: str, tokenizer: Any, info: TargetInfo) -> list[Prompt]:
+    """At most `evaluate.max_prompts` first turns, chosen by a hash of their text. Raises UserError for
+    rows that are no prompts and for prompts that the target cannot read.
+    """
+    path = _path(cfg, suite)
+    rows = _hub_rows(suite) if path is None else _file_rows(suite, path)
+    asked = [_asked(suite, path, number, row) for number, row in rows]
+    asked.sort(key=lambda a: files.digest([cfg.seed, a.messages, a.later, a.tools]))
+    if not asked:
+        raise UserError(
+            where=f"evaluate.suites, {suite}",
+            found="no prompts",
+            expected="at least one",
+            remedy="Check the file.",
+        )
+    _knows_thinking(cfg, tokenizer, asked[0])
+    return [
+        rendered(cfg, replace(prompt, sample_id=i), tokenizer, info)
+        for i, prompt in enumerate(asked[: cfg.evaluate.max_prompts])
+    ]
+
+
+def rendered(cfg: RunConfig, prompt: Prompt, tokenizer: Any, info: TargetInfo) -> Prompt:
+    """The prompt with the tokens of its messages."""
+    where = f"evaluate.suites, {prompt.suite}, prompt {prompt.sample_id}"
+    ids = render_prompt(tokenizer, prompt.messages, prompt.tools, template_kwargs(cfg), where=where)
+    check_prompt(ids, info, where)
+    return replace(prompt, ids=ids, text=ids)
+
+
+def check_prompt(ids: list[int], info: TargetInfo, where: str) -> None:
+    """Raise UserError for a prompt that leaves the target's context no room for two tokens, or is of
+    another tokenizer.
+    """
+    check_ids(max(ids), info, where)
+    context = info.max_position_embeddings
+    if context and len(ids) > context - 2:
+        raise UserError(
+            where=where,
+            found=f"a prompt of {len(ids)} tokens",
+            expected=f"at most {context - 2}: the target reads {context} (max_position_embeddings)",
+            remedy="Leave the prompt out, or shorten it.",
+        )
+
+
+def follower(
+    cfg: RunConfig, tokenizer: Any, info: TargetInfo
+) -> Callable[[Prompt, list[int]], Prompt | None]:
+    """The next turn of a conversation, behind the target's answer."""
+
+    def follow(prompt: Prompt, answer: list[int]) -> Prompt | None:
+        if not prompt.later:
+            return None
+        said = tokenizer.decode(answer, skip_special_tokens=True)
+        messages = [
+            *prompt.messages,
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": prompt.later[0]},
+        ]
+        turned = replace(prompt, messages=messages, later=prompt.later[1:], turn=prompt.turn + 1)
+        return rendered(cfg, turned, tokenizer, info)
+
+    return follow
+
+
+def _path(cfg: RunConfig, suite: str) -> Path | None:
+    """A suite's own file, or the one that stands for the hub's."""
+    named = cfg.evaluate.data.get(suite)
+    if named is not None:
+        return Path(named)
+    return Path(suite) if suite.endswith((".jsonl", ".jsonl.gz")) else None
+
+
+def _exists(suite: str, path: Path) -> None:
+    if not path.is_file():
+        raise UserError(
+            where=f"evaluate.suites, {suite}",
+            found=f"no file {path}",
+            expected="a .jsonl, .jsonl.gz or .parquet file",
+            remedy="Check the path.",
+        )
+
+
+def _hub_rows(suite: str) -> Iterator[tuple[int, Row]]:
+    bench = BENCHMARKS[suite]
+    remedy = f"Or name a file of it: evaluate.data: {{{suite}: FILE}}."
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UserError(
+            where=f"evaluate.suites, {suite}",
+            found="no package datasets",
+            expected="the hub's reader",
+            remedy=f"pip install 'draftsmith[hub]'. {remedy}",
+        ) from None
+    try:
+        rows: Any = (
+            load_dataset(
+                "json", data_files=f"hf://datasets/{bench.hub}/{bench.file}", split=bench.split
+            )
+            if bench.file
+            else load_dataset(bench.hub, bench.name, split=bench.split)
+        )
+    except Exception as error:  # whatever the hub, the network or the reader raise
+        raise UserError(
+            where=f"evaluate.suites, {suite}",
+            found=f"{bench.hub}, which does not load ({' '.join(str(error).split())[:200]})",
+            expected="a data set of the hub",
+            remedy=f"Check the network and HF_TOKEN. {remedy}",
+        ) from None
+    yield from enumerate(rows, 1)
+
+
+def _file_rows(suite: str, path: Path) -> Iterator[tuple[int, Row]]:
+    """Rows with their line numbers."""
+    _exists(suite, path)
+    try:
+        if path.suffix == ".parquet":
+            yield from enumerate(pq.read_table(path).to_pylist(), 1)
+            return
+        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, json.loads(line)
+    except (ValueError, OSError, EOFError, pa.ArrowException, RecursionError) as error:
+        raise UserError(
+            where=f"evaluate.suites, {path}",
+            found=f"what cannot be read ({' '.join(str(error).split())[:200]})",
+            expected="a JSON object a line",
+            remedy="Mend the file.",
+        ) from None
+
+
+def _asked(suite: str, path: Path | None, number: int, row: Any) -> Prompt:
+    """A row's turns. Raises UserError when it has none."""
+    own = suite not in BENCHMARKS
+    try:
+        system, turns = own_turns(row) if own else ([], BENCHMARKS[suite].turns(row))
+        if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+            raise KeyError("a text of the user")
+        domain = str(row.get("category") or row.get("domain") or "") if own else ""
+        domain = domain or (path.stem if own and path else BENCHMARKS[suite].domain(row))
+        tools = row.get("tools") or None if own else None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            where=f"{path or BENCHMARKS[suite].hub}:{number}",
+            found=f"a row without {error}",
+            expected="messages, turns or a prompt" if own else f"a row of {BENCHMARKS[suite].hub}",
+            remedy="Mend or drop the row.",
+        ) from None
+    messages = [*system, {"role": "user", "content": turns[0]}]
+    return Prompt(suite, 0, [], [], domain, messages=messages, tools=tools, later=turns[1:])
+
+
+def own_turns(row: Row) -> tuple[list[dict[str, Any]], list[str]]:
+    """System messages, and the user's turns, of {"messages": [...]}, {"turns": [...]} or {"prompt":
+    a text or list}.
+    """
+    if "messages" in row:
+        said = row["messages"]
+        system = [m for m in said if m["role"] == "system"]
+        return system, [m["content"] for m in said if m["role"] == "user"]
+    turns = row["turns"] if "turns" in row else row["prompt"]
+    return [], [turns] if isinstance(turns, str) else list(turns)
+
+
+def _knows_thinking(cfg: RunConfig, tokenizer: Any, prompt: Prompt) -> None:
+    """Refuse `thinking` on a template that does not know it: the prompts would be as they were."""
+    if cfg.evaluate.thinking is None:
+        return
+    where = "evaluate.thinking"
+    args = (tokenizer, prompt.messages, prompt.tools)
+    both = [
+        render_prompt(*args, {**template_kwargs(cfg), "enable_thinking": value}, where=where)
+        for value in (True, False)
+    ]
+    if both[0] == both[1]:
+        raise UserError(
+            where=where,
+            found=f"{cfg.evaluate.thinking}, and a chat template without enable_thinking",
+            expected="a template with two ways",
+            remedy="Leave evaluate.thinking out.",
+        )
