@@ -1,7 +1,8 @@
 """The processes of one training: torchrun's ranks, or this process alone.
 
-`draftsmith train` starts torchrun by itself for the GPUs of one machine. On several machines start it
-there: torchrun --nnodes N --nproc-per-node G ... -m draftsmith.cli train CONFIG
+`draftsmith train` starts torchrun by itself for the GPUs of one machine. On several machines start it on each:
+torchrun --nnodes N --nproc-per-node G --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m draftsmith.cli train
+CONFIG (recipes/cluster).
 """
 
 import contextlib
@@ -32,10 +33,13 @@ STOP_S = 60  # what torchrun has for its workers' ends
 
 @dataclass(frozen=True)
 class Ranks:
-    """`rank` of `count`; the first leads: it reports, and writes what is written once."""
+    """`rank` of `count`, `per_node` of them on each machine; the first leads: it reports, and writes what is
+    written once.
+    """
 
     rank: int = 0
     count: int = 1
+    per_node: int = 1
 
     @property
     def lead(self) -> bool:
@@ -53,6 +57,13 @@ class Ranks:
         if self.count > 1:
             dist.broadcast_object_list(held, src=0)
         return held[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's, by rank."""
+        held = [value] * self.count
+        if self.count > 1:
+            dist.all_gather_object(held, value)
+        return held
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -76,7 +87,9 @@ def joined(device: str, notes: Path) -> Iterator[Ranks]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
+    if ranks.lead:
+        _forget(notes)
     try:
         yield ranks
     except Exception as error:
@@ -85,6 +98,11 @@ def joined(device: str, notes: Path) -> Iterator[Ranks]:
         raise
     finally:
         dist.destroy_process_group()
+
+
+def _forget(notes: Path) -> None:
+    for old in notes.glob("rank-*.json"):
+        old.unlink(missing_ok=True)
 
 
 def _note(path: Path, error: Exception) -> None:
@@ -99,8 +117,7 @@ def launch(command: list[str], count: int, notes: Path) -> None:
     train.log in `notes`. Raises the first error in time, as the user's mistake where it is one.
     """
     notes.mkdir(parents=True, exist_ok=True)
-    for old in notes.glob("rank-*.json"):
-        old.unlink()
+    _forget(notes)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += [f"--nproc-per-node={count}", "-m", "draftsmith.cli", *command]
     with open(notes / LOG, "ab") as log:

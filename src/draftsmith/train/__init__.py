@@ -31,7 +31,7 @@ from draftsmith.ranks import Ranks, inside, joined, launch
 from draftsmith.signals import stop_is_noted
 from draftsmith.target.load import device_of, inspect_target, load_tokenizer
 from draftsmith.target.taps import resolve_taps
-from draftsmith.train import checkpoints, guards
+from draftsmith.train import checkpoints, guards, nodes
 from draftsmith.train.ceiling import products_of, seconds_of
 from draftsmith.train.loggers import Loggers
 from draftsmith.train.microbatch import Forward
@@ -87,6 +87,7 @@ def num_processes(cfg: RunConfig) -> int:
 
 def _run(cfg: RunConfig, ranks: Ranks) -> StageResult:
     out = folder(cfg)
+    nodes.check(cfg, ranks)
     tokens = tokenize_stage.finished(cfg)
     sizes = f"train.micro_batch_tokens {cfg.train.micro_batch_tokens}, {cfg.train.blocks_together} blocks"
     reported = (

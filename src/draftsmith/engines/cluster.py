@@ -1,0 +1,236 @@
+"""A Ray cluster as the driver uses it: joined or started here, asked for room, and its errors in words that
+say what to do.
+"""
+
+import os
+import re
+import signal
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from draftsmith import __version__
+from draftsmith.config import EngineConfig
+from draftsmith.core import UserError
+from draftsmith.shared import unseen
+
+STORE_BYTES = 200 << 20
+"""Ray's own object store, of a cluster that is started here: only token ids go through it."""
+REACH_S = 10.0
+
+
+class Cluster:
+    """Joined for the time of a block. `gpus`: of one worker; 0: workers on CPUs."""
+
+    def __init__(self, engine: EngineConfig, gpus: int) -> None:
+        self.gpus, self._engine = gpus, engine
+        self.ray: Any = _imported()
+        self.errors = (self.ray.exceptions.RayError,)
+        self.a_place = f"{gpus} GPU{'s' if gpus > 1 else ''} of one node" if gpus else "a CPU"
+
+    def __enter__(self) -> Self:
+        address = self._engine.address or "local"
+        _reach(address)
+        # what workers write on stderr comes into this process's log, line by line and whole
+        os.environ.update(RAY_COLOR_PREFIX="0", RAY_DEDUP_LOGS="0")
+        mine = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
+        handlers = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            self.ray.init(
+                address=address,
+                log_to_driver=True,
+                logging_level="WARNING",
+                **(mine if address == "local" else {}),
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError, AssertionError) as error:
+            raise refused(address, error) from None
+        finally:
+            with suppress(
+                ValueError
+            ):  # not in the main thread; Ray's own would end us without unwinding
+                for sign, handler in handlers.items():
+                    signal.signal(sign, handler)
+        try:
+            self._check()
+        except BaseException:
+            self.ray.shutdown()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.ray.shutdown()
+
+    def _nodes(self) -> list[dict[str, float]]:
+        """What each living node has."""
+        return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+
+    def _check(self) -> None:
+        """Refuse a cluster on which no worker could ever run."""
+        nodes = self._nodes()
+        most = max((int(node.get("GPU", 0)) for node in nodes), default=0)
+        if self.gpus and not most:
+            raise UserError(
+                where="engine",
+                found=f"a Ray cluster of {self.described()}",
+                expected="GPUs for the target",
+                remedy="Add nodes with GPUs, or set target.device: cpu.",
+            )
+        if most < self.gpus:
+            raise UserError(
+                where="target.gpus_per_replica",
+                found=f"{self.gpus}, and at most {most} GPUs on a node of the Ray cluster",
+                expected="a copy of the target on one node",
+                remedy="Lower it, or add larger nodes.",
+            )
+
+    def room(self) -> int:
+        """Workers that the living nodes can hold."""
+        name, each = ("GPU", self.gpus) if self.gpus else ("CPU", 1)
+        return sum(int(node.get(name, 0) // each) for node in self._nodes())
+
+    def described(self) -> str:
+        """Nodes and what they have, in words."""
+        nodes, free = self._nodes(), self.ray.available_resources()
+        names = ("GPU", "CPU") if self.gpus else ("CPU",)
+        parts = [
+            f"{sum(node.get(name, 0) for node in nodes):.0f} {name}s ({free.get(name, 0):.0f} free)"
+            for name in names
+        ]
+        return f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} with {', '.join(parts)}"
+
+    def start(self, kind: type, args: Sequence[Any], *, restarts: int) -> Any:
+        """An actor, wherever Ray places it, now or when there is room."""
+        options = {"num_gpus": self.gpus, "num_cpus": 1, "max_restarts": restarts}
+        return self.ray.remote(kind).options(**options, max_task_retries=0).remote(*args)
+
+    def end(self, actor: Any) -> None:
+        """Its process, too."""
+        with suppress(Exception):  # it may be dead, or the cluster gone
+            self.ray.kill(actor, no_restart=True)
+
+    def is_node_loss(self, error: Exception) -> bool:
+        """Whether an actor died with its node: not its own fault, nor its task's."""
+        return bool(re.search(r"node (has )?(died|was|is) ?|raylet", str(error), re.IGNORECASE))
+
+    def why(self, error: Exception, where: str | None) -> str:
+        """An actor's death, in a line."""
+        worker = f"a worker on {where}" if where else "a worker that had not begun"
+        if self.is_node_loss(error):
+            return f"{worker} died (exit with its node)"
+        if isinstance(error, self.ray.exceptions.ActorUnavailableError):
+            return f"{worker} died (exit, or its node's: it does not answer)"
+        detail = re.search(r"Worker exit detail: (.*)", str(error)) or re.search(
+            r"error code \d+\. [^.]*", str(error)
+        )
+        first = detail.group(0) if detail else next(iter(str(error).splitlines()), "")
+        return f"{worker} died (exit: {first[:200]})"
+
+    def refusal(self, error: Exception) -> UserError:
+        """A worker that could not begin: what it said."""
+        said = [line.strip() for line in str(error).splitlines() if line.strip()]
+        last = next(
+            (x for x in reversed(said) if re.match(r"[\w.]*(Error|Exception)\b", x)), said[-1]
+        )
+        return UserError(
+            where="engine",
+            found=f"a Ray worker that cannot run draftsmith {__version__} ({last[:300]})",
+            expected="the same Python packages on every node",
+            remedy="Install draftsmith there as here, in the Python that runs `ray start`.",
+        )
+
+    def never_came(self, wait_s: float) -> UserError:
+        """Nobody had a place in all that time."""
+        return UserError(
+            where="engine",
+            found=f"no worker has had {self.a_place} for {wait_s:.0f} s; the cluster has "
+            f"{self.described()}",
+            expected="room for at least one worker",
+            remedy="See `ray status`: another job may hold them; or raise engine.wait_s.",
+        )
+
+
+def _imported() -> Any:
+    try:
+        import ray  # pyright: ignore[reportMissingImports]
+        import ray.exceptions  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(
+            where="engine.kind",
+            found=f"ray, which is not installed ({error})",
+            expected="the extra of that name",
+            remedy="pip install 'draftsmith[ray]', on every node.",
+        ) from None
+    return ray
+
+
+def _reach(address: str) -> None:
+    """Ray itself tries for minutes."""
+    found = re.fullmatch(r"(?:ray://)?([\w.-]+|\[[0-9a-f:]+\]):(\d+)", address)
+    if found is None:
+        return
+    try:
+        socket.create_connection((found[1].strip("[]"), int(found[2])), REACH_S).close()
+    except OSError as error:
+        raise UserError(
+            where="engine.address",
+            found=f"{address}, where nothing answers ({error})",
+            expected="a Ray cluster's head",
+            remedy="`ray start --head` prints its address (port 6379; with ray://, port 10001).",
+        ) from None
+
+
+def refused(address: str, error: Exception) -> UserError:
+    """Why a cluster cannot be joined."""
+    text = " ".join(str(error).split())
+    expected, remedy = "a Ray cluster", "`ray status` on its head says how it is."
+    if "ersion mismatch" in text:
+        expected = "the same Python and Ray on the cluster as here"
+        remedy = "Install one of the two anew; `python -V` and `ray --version` on both."
+    elif "Could not find any running Ray" in text:
+        remedy = (
+            "Run this on a node of the cluster, after `ray start`; or leave out engine.address."
+        )
+    elif "Ray Client" in text or "ray[client]" in text or "grpc" in text:
+        remedy = "pip install 'ray[client]' here, in the version of the cluster."
+    elif "node_ip_address" in text or "No node" in text or "raylet" in text:
+        expected = "a node of that cluster on this machine"
+        remedy = "`ray start --address` here, or ray://HOST:10001 from outside the cluster."
+    return UserError(
+        where=f"engine.address: {address}", found=text[:300], expected=expected, remedy=remedy
+    )
+
+
+def unlike(version: str, marks: Sequence[str], gpus: int) -> None:
+    """In a worker: raise UserError where its machine is not as the driver's."""
+    host = socket.gethostname()
+    if version != __version__:
+        raise UserError(
+            where=f"engine, on {host}",
+            found=f"draftsmith {__version__}, and {version} where it was started",
+            expected="one version",
+            remedy="Install the same on every node.",
+        )
+    for folder in unseen(marks):
+        raise UserError(
+            where=f"engine, on {host}",
+            found=f"no {folder} as the driver sees it",
+            expected="a folder that every node shares, or s3://bucket/prefix",
+            remedy="Put it on a shared file system; for features: features.store.",
+        )
+    if gpus:
+        import torch
+
+        if torch.cuda.device_count() < gpus:
+            raise UserError(
+                where=f"engine, on {host}",
+                found=f"{torch.cuda.device_count()} GPUs that torch can use, and Ray gave {gpus}",
+                expected="a driver and a torch that fit",
+                remedy="nvidia-smi there; install torch for its CUDA.",
+            )
