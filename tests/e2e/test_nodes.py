@@ -50,9 +50,16 @@ def started(folder: Path, *words: object) -> subprocess.Popen[str]:
 
 def nodes(config: Path, *, folders: list[Path], port: int) -> list[subprocess.Popen[str]]:
     """One torchrun of two processes for each folder it is started in."""
-    words = ["torch.distributed.run", "--nnodes", len(folders), "--nproc-per-node", 2, "--rdzv-backend", "c10d",
-             "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "x", "-m", "draftsmith.cli", "train", config]  # fmt: skip
-    return [started(folder, *words) for folder in folders]
+    words: list[object] = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"localhost:{port}",
+        "--nproc-per-node",
+        2,
+    ]
+    words += ["--nnodes", len(folders), "-m", "draftsmith.cli", "train", config]
+    return [started(folder, "torch.distributed.run", *words) for folder in folders]
 
 
 def free_port() -> int:

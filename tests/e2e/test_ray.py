@@ -160,7 +160,7 @@ def test_places_that_never_come(cluster, extracted, tmp_path):
     config = resume(extracted, tmp_path, "tokenize")
     ray.init(address=cluster.address, log_to_driver=False)
     try:
-        holder = ray.remote(num_cpus=1)(time.sleep)
+        holder = ray.remote(num_cpus=1)(lambda s: time.sleep(s))
         held = [holder.remote(600) for _ in range(3)]
         time.sleep(1)
         process = started("extract", config, cluster.address, "--engine.wait_s", "35")
