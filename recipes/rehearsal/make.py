@@ -23,7 +23,9 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 def main() -> None:
     """Make what is not there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default=str(ASSETS / "tiny-hybrid"))
     parser.add_argument("--conversations", type=int, default=300)
@@ -55,7 +57,13 @@ def write_chats(path: Path, count: int, tokens: int) -> None:
     """Questions and answers of words from the built-in prompts, lengths spread about the mean."""
     draw = random.Random(0)
     prompts = (ASSETS / "demo-prompts.jsonl").read_text().splitlines()
-    words = sorted({word for line in prompts[:400] for word in json.loads(line)["messages"][0]["content"].split()})
+    words = sorted(
+        {
+            word
+            for line in prompts[:400]
+            for word in json.loads(line)["messages"][0]["content"].split()
+        }
+    )
     a_word = 3.3  # tokens, measured
     lines = []
     for number in range(count):

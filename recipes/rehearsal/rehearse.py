@@ -66,15 +66,21 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--model", default=str(HERE.parents[1] / "src/draftsmith/assets/tiny-hybrid"))
+    parser.add_argument(
+        "--model", default=str(HERE.parents[1] / "src/draftsmith/assets/tiny-hybrid")
+    )
     parser.add_argument("--config", type=Path, default=HERE / "tiny.yaml")
     parser.add_argument("--gpus", type=int, default=0, help="ranks; 0: two on the CPU")
     parser.add_argument("--cap-gib", type=float, help="of each GPU's memory, for torch's allocator")
     parser.add_argument("--conversations", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--kill-at", type=int, default=20, help="steps; 10 more are to come at least")
+    parser.add_argument(
+        "--kill-at", type=int, default=20, help="steps; 10 more are to come at least"
+    )
     return parser.parse_args()
 
 
@@ -112,7 +118,11 @@ def _kill_at(command: list[str], env: dict[str, str], run: Path, step: int) -> i
             state: dict[str, Any] = {}
             with contextlib.suppress(OSError, ValueError):
                 state = json.loads((run / "state.json").read_text())
-            if state.get("state") == "TRAINING" and state["done"] >= step and checkpoints(run / "checkpoints"):
+            if (
+                state.get("state") == "TRAINING"
+                and state["done"] >= step
+                and checkpoints(run / "checkpoints")
+            ):
                 return state["done"]
     finally:
         for pid in [process.pid, *descendants(process.pid)]:

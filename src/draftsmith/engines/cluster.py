@@ -6,19 +6,25 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
 from draftsmith import __version__
 from draftsmith.config import EngineConfig
-from draftsmith.core import UserError
+from draftsmith.core import FaultFound, UserError
 from draftsmith.shared import unseen
 
 STORE_BYTES = 200 << 20
 """Ray's own object store, of a cluster that is started here: only token ids go through it."""
 REACH_S = 10.0
+GONE_S = 30.0
+"""Without an answer of the head; after a minute Ray ends the whole process, without unwinding."""
+LOOK_S = 2.0
 
 
 class Cluster:
@@ -26,6 +32,8 @@ class Cluster:
 
     def __init__(self, engine: EngineConfig, gpus: int) -> None:
         self.gpus, self._engine = gpus, engine
+        self._head, self._gone = "", False
+        self._looked_at, self._answered_at = 0.0, time.monotonic()
         self.ray: Any = _imported()
         self.errors = (self.ray.exceptions.RayError,)
         self.a_place = f"{gpus} GPU{'s' if gpus > 1 else ''} of one node" if gpus else "a CPU"
@@ -52,6 +60,7 @@ class Cluster:
             ):  # not in the main thread; Ray's own would end us without unwinding
                 for sign, handler in handlers.items():
                     signal.signal(sign, handler)
+        self._head = self.ray.get_runtime_context().gcs_address
         try:
             self._check()
         except BaseException:
@@ -65,11 +74,48 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.ray.shutdown()
+        if not self._gone:  # it would wait for the head
+            self.ray.shutdown()
+
+    def answers(self) -> bool:
+        """Whether the head can be asked now. Raises FaultFound when it could not for GONE_S."""
+        now = time.monotonic()
+        if now - self._looked_at > LOOK_S:
+            self._looked_at = now
+            host, _, port = self._head.rpartition(":")
+            with suppress(OSError):
+                socket.create_connection((host, int(port)), LOOK_S).close()
+                self._answered_at = time.monotonic()
+        if now - self._answered_at > GONE_S:
+            self._gone = True
+            raise FaultFound(f"the Ray cluster at {self._head} does not answer for {GONE_S:.0f} s")
+        return now - self._answered_at < 2 * LOOK_S
+
+    def _asked(self, call: Callable[[], Any]) -> Any:
+        """What the head says. Where it is gone, Ray's call does not come back: another thread makes it."""
+        said: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
+
+        def ask() -> None:
+            try:
+                said.put((call(), None))
+            except Exception as error:  # raised below, where it was asked
+                said.put((None, error))
+
+        threading.Thread(target=ask, daemon=True).start()
+        while True:
+            try:
+                answer, error = said.get(timeout=LOOK_S)
+            except Empty:
+                self.answers()
+                continue
+            if error is not None:
+                raise error
+            return answer
 
     def _nodes(self) -> list[dict[str, float]]:
         """What each living node has."""
-        return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        nodes = self._asked(self.ray.nodes)
+        return [node["Resources"] for node in nodes if node["Alive"]]
 
     def _check(self) -> None:
         """Refuse a cluster on which no worker could ever run."""
@@ -97,7 +143,7 @@ class Cluster:
 
     def described(self) -> str:
         """Nodes and what they have, in words."""
-        nodes, free = self._nodes(), self.ray.available_resources()
+        nodes, free = self._nodes(), self._asked(self.ray.available_resources)
         names = ("GPU", "CPU") if self.gpus else ("CPU",)
         parts = [
             f"{sum(node.get(name, 0) for node in nodes):.0f} {name}s ({free.get(name, 0):.0f} free)"
@@ -108,10 +154,13 @@ class Cluster:
     def start(self, kind: type, args: Sequence[Any], *, restarts: int) -> Any:
         """An actor, wherever Ray places it, now or when there is room."""
         options = {"num_gpus": self.gpus, "num_cpus": 1, "max_restarts": restarts}
-        return self.ray.remote(kind).options(**options, max_task_retries=0).remote(*args)
+        actor = self.ray.remote(kind).options(**options, max_task_retries=0)
+        return self._asked(lambda: actor.remote(*args))
 
     def end(self, actor: Any) -> None:
         """Its process, too."""
+        if self._gone:
+            return
         with suppress(Exception):  # it may be dead, or the cluster gone
             self.ray.kill(actor, no_restart=True)
 

@@ -132,9 +132,10 @@ class _Pool:
         """Until nothing is left."""
         ray = self._cluster.ray
         while self._left:
-            if time.monotonic() - self._grown_at > GROW_S:
-                self._grow()
-            self._say_what_is_awaited()
+            if self._cluster.answers():
+                if time.monotonic() - self._grown_at > GROW_S:
+                    self._grow()
+                self._say_what_is_awaited()
             ready, _ = ray.wait(list(self._turns), timeout=TURN_S) if self._turns else ([], [])
             for turn in ready:
                 self._hear(self._turns.pop(turn), turn)
