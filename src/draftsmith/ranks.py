@@ -136,11 +136,29 @@ def launch(command: list[str], count: int, notes: Path) -> None:
         _raise_first(notes, (notes / LOG).read_bytes()[begin:].decode(errors="replace"), code)
 
 
+def _notes(notes: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What ranks left, in the order of time; and of these, what is no echo of another's end."""
+    paths = notes.glob("rank-*.json")
+    found = [{**json.loads(path.read_text()), "rank": path.stem[5:]} for path in paths]
+    found.sort(key=lambda note: note["at"])
+    return found, [note for note in found if note["parts"] or not ECHOES.search(note["cause"])]
+
+
+def first_error(notes: Path) -> UserError | FaultFound | None:
+    """Another rank's own error, which this one only felt. With launch() it is that which tells it."""
+    own = [] if LAUNCHED in os.environ else _notes(notes)[1]
+    return _error(own[0], notes) if own and own[0]["rank"] != "0" else None
+
+
+def _error(note: dict[str, Any], notes: Path) -> UserError | FaultFound:
+    if note["parts"]:
+        return UserError(**note["parts"])
+    return FaultFound(f"{note['cause']} (the whole error: {notes / LOG}, or its node's log)")
+
+
 def _raise_first(notes: Path, said: str, code: int) -> NoReturn:
     """The first error in time. A rank that was killed leaves no note: the others' that it is gone are echoes."""
-    found = [json.loads(path.read_text()) for path in notes.glob("rank-*.json")]
-    found.sort(key=lambda note: note["at"])
-    own = [note for note in found if note["parts"] or not ECHOES.search(note["cause"])]
+    found, own = _notes(notes)
     # by 15 torchrun ends the others
     killed = [end for end in KILLED.findall(said) if end[0] != "15"]
     if not own and killed:
@@ -150,7 +168,4 @@ def _raise_first(notes: Path, said: str, code: int) -> NoReturn:
         cause = first_cause([said])
         line = cause.line if cause else f"a training process died without a word (code {code})"
         raise FaultFound(f"{line} (all of it: {notes / LOG})")
-    first: dict[str, Any] = (own or found)[0]
-    if first["parts"]:
-        raise UserError(**first["parts"])
-    raise FaultFound(f"{first['cause']} (the whole error: {notes / LOG})")
+    raise _error((own or found)[0], notes)

@@ -17,9 +17,9 @@ from runs import environment, resume
 from draftsmith.monitor.processes import descendants
 
 pytestmark = pytest.mark.slow
-RTOL = 2e-5
+RTOL = 2e-6
 """fp32 sums in another order: a step's gradients are added over ranks in place of one after the other. What Adam
-makes of the last bit grows over the steps; the losses of ten steps agree to this.
+makes of the last bit grows over the steps; seen: 2e-7 after eleven.
 """
 TRAIN = {"checkpoint_every": 2, "epochs": 3, "tokens_per_step": 1024, "anchors_per_sample": 8}
 

@@ -9,7 +9,7 @@ from runs import write_config
 from draftsmith import __version__, configfile, shared
 from draftsmith.config import EngineConfig
 from draftsmith.core import UserError
-from draftsmith.engines import cluster, for_workers
+from draftsmith.engines import for_workers, refusals
 from draftsmith.engines.cluster import Cluster
 from draftsmith.shared import marked
 
@@ -35,7 +35,7 @@ def test_where_nothing_answers(scheme):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(UserError, match=f"127.0.0.1:{port}, where nothing answers.*refused"):
-        cluster._reach(f"{scheme}127.0.0.1:{port}")
+        refusals.reach(f"{scheme}127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_where_nothing_answers(scheme):
     ],
 )
 def test_why_a_cluster_cannot_be_joined(said, told):
-    error = cluster.refused("auto", RuntimeError(said))
+    error = refusals.refused("auto", RuntimeError(said))
     assert "engine.address: auto" in str(error) and said[:40] in str(error) and told in str(error)
 
 
@@ -59,11 +59,11 @@ def test_a_worker_looks_at_its_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(shared, "SEEN_S", 0.0)
     with marked([str(tmp_path / "features"), "s3://bucket/features"]) as marks:
         assert len(marks) == 1
-        cluster.unlike(__version__, marks, 0)
+        refusals.unlike(__version__, marks, 0)
     with pytest.raises(UserError, match=r"no .*features as the driver sees it.*s3://"):
-        cluster.unlike(__version__, marks, 0)
+        refusals.unlike(__version__, marks, 0)
     with pytest.raises(UserError, match="and 0.0.0 where it was started"):
-        cluster.unlike("0.0.0", [], 0)
+        refusals.unlike("0.0.0", [], 0)
     assert list((tmp_path / "features").iterdir()) == []
 
 

@@ -17,11 +17,10 @@ from typing import Any, Self
 from draftsmith import __version__
 from draftsmith.config import EngineConfig
 from draftsmith.core import FaultFound, UserError
-from draftsmith.shared import unseen
+from draftsmith.engines.refusals import imported, reach, refused
 
 STORE_BYTES = 200 << 20
 """Ray's own object store, of a cluster that is started here: only token ids go through it."""
-REACH_S = 10.0
 GONE_S = 30.0
 """Without an answer of the head; after a minute Ray ends the whole process, without unwinding."""
 LOOK_S = 2.0
@@ -34,13 +33,13 @@ class Cluster:
         self.gpus, self._engine = gpus, engine
         self._head, self._gone = "", False
         self._looked_at, self._answered_at = 0.0, time.monotonic()
-        self.ray: Any = _imported()
+        self.ray: Any = imported()
         self.errors = (self.ray.exceptions.RayError,)
         self.a_place = f"{gpus} GPU{'s' if gpus > 1 else ''} of one node" if gpus else "a CPU"
 
     def __enter__(self) -> Self:
         address = self._engine.address or "local"
-        _reach(address)
+        reach(address)
         # what workers write on stderr comes into this process's log, line by line and whole
         os.environ.update(RAY_COLOR_PREFIX="0", RAY_DEDUP_LOGS="0")
         mine = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
@@ -203,83 +202,3 @@ class Cluster:
             expected="room for at least one worker",
             remedy="See `ray status`: another job may hold them; or raise engine.wait_s.",
         )
-
-
-def _imported() -> Any:
-    try:
-        import ray  # pyright: ignore[reportMissingImports]
-        import ray.exceptions  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UserError(
-            where="engine.kind",
-            found=f"ray, which is not installed ({error})",
-            expected="the extra of that name",
-            remedy="pip install 'draftsmith[ray]', on every node.",
-        ) from None
-    return ray
-
-
-def _reach(address: str) -> None:
-    """Ray itself tries for minutes."""
-    found = re.fullmatch(r"(?:ray://)?([\w.-]+|\[[0-9a-f:]+\]):(\d+)", address)
-    if found is None:
-        return
-    try:
-        socket.create_connection((found[1].strip("[]"), int(found[2])), REACH_S).close()
-    except OSError as error:
-        raise UserError(
-            where="engine.address",
-            found=f"{address}, where nothing answers ({error})",
-            expected="a Ray cluster's head",
-            remedy="`ray start --head` prints its address (port 6379; with ray://, port 10001).",
-        ) from None
-
-
-def refused(address: str, error: Exception) -> UserError:
-    """Why a cluster cannot be joined."""
-    text = " ".join(str(error).split())
-    expected, remedy = "a Ray cluster", "`ray status` on its head says how it is."
-    if "ersion mismatch" in text:
-        expected = "the same Python and Ray on the cluster as here"
-        remedy = "Install one of the two anew; `python -V` and `ray --version` on both."
-    elif "Could not find any running Ray" in text:
-        remedy = (
-            "Run this on a node of the cluster, after `ray start`; or leave out engine.address."
-        )
-    elif "Ray Client" in text or "ray[client]" in text or "grpc" in text:
-        remedy = "pip install 'ray[client]' here, in the version of the cluster."
-    elif "node_ip_address" in text or "No node" in text or "raylet" in text:
-        expected = "a node of that cluster on this machine"
-        remedy = "`ray start --address` here, or ray://HOST:10001 from outside the cluster."
-    return UserError(
-        where=f"engine.address: {address}", found=text[:300], expected=expected, remedy=remedy
-    )
-
-
-def unlike(version: str, marks: Sequence[str], gpus: int) -> None:
-    """In a worker: raise UserError where its machine is not as the driver's."""
-    host = socket.gethostname()
-    if version != __version__:
-        raise UserError(
-            where=f"engine, on {host}",
-            found=f"draftsmith {__version__}, and {version} where it was started",
-            expected="one version",
-            remedy="Install the same on every node.",
-        )
-    for folder in unseen(marks):
-        raise UserError(
-            where=f"engine, on {host}",
-            found=f"no {folder} as the driver sees it",
-            expected="a folder that every node shares, or s3://bucket/prefix",
-            remedy="Put it on a shared file system; for features: features.store.",
-        )
-    if gpus:
-        import torch
-
-        if torch.cuda.device_count() < gpus:
-            raise UserError(
-                where=f"engine, on {host}",
-                found=f"{torch.cuda.device_count()} GPUs that torch can use, and Ray gave {gpus}",
-                expected="a driver and a torch that fit",
-                remedy="nvidia-smi there; install torch for its CUDA.",
-            )

@@ -24,8 +24,9 @@ from draftsmith import __version__
 from draftsmith.config import RunConfig
 from draftsmith.core import FaultFound, UserError
 from draftsmith.engines import Tasks
-from draftsmith.engines.cluster import Cluster, unlike
+from draftsmith.engines.cluster import Cluster
 from draftsmith.engines.local import Work
+from draftsmith.engines.refusals import unlike
 from draftsmith.shared import marked
 
 RESTARTS = 3

@@ -23,14 +23,15 @@ def check(cfg: RunConfig, ranks: Ranks) -> None:
     if ranks.count == ranks.per_node:
         return
     folders = [cfg.root, Path(cfg.store)] if "://" not in cfg.store else [cfg.root]
-    keeps = (
-        cfg.features.max_bytes is not None
-    )  # then each rank fills a store, which the others read
-    there = [str(folder) for folder in folders if keeps or folder.is_dir()]
-    with marked(there) if ranks.lead else contextlib.nullcontext([]) as marks:
-        marks = json.loads(ranks.share(json.dumps(marks)))
+    # with a budget each rank fills a store there, which the others read
+    keeps = cfg.features.max_bytes is not None
+    there = [keeps or folder.is_dir() for folder in folders]
+    mine = [str(folder) for folder, looked_at in zip(folders, there, strict=True) if looked_at]
+    with marked(mine) if ranks.lead else contextlib.nullcontext([]) as marks:
+        names = json.loads(ranks.share(json.dumps(_by_folder(folders, marks))))
+        here = [str(folders[int(i)].absolute() / name) for i, name in names.items()]
         everyone = ranks.gather(
-            {"host": socket.gethostname(), "unseen": unseen(marks), **_mine(ranks)}
+            {"host": socket.gethostname(), "unseen": unseen(here), **_mine(ranks)}
         )
     lead = everyone[0]
     for one in everyone:
@@ -44,6 +45,12 @@ def check(cfg: RunConfig, ranks: Ranks) -> None:
                     expected="the same on every node",
                     remedy="Start the same environment and --nproc-per-node everywhere.",
                 )
+
+
+def _by_folder(folders: list[Path], marks: list[str]) -> dict[int, str]:
+    """Which of the folders has a mark of which name: every node looks into its own."""
+    places = [folder.absolute() for folder in folders]
+    return {places.index(Path(mark).parent): Path(mark).name for mark in marks}
 
 
 def _mine(ranks: Ranks) -> dict[str, Any]:
