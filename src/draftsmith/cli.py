@@ -111,6 +111,8 @@ def _plan(known: argparse.Namespace, rest: list[str]) -> int:
         disk_bytes=known.disk,
         rates=known.rates,
         target=known.target,
+        nodes=known.nodes,
+        price=known.price,
     )
     plan.run(cfg, asked, as_json=known.json)
     return GOOD

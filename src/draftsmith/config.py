@@ -163,7 +163,9 @@ class RegenerateConfig(_Model):
     batch_size: Annotated[int, Field(ge=1)] = 64
     """In process: prompts decoded together."""
     answers_per_file: Annotated[int, Field(ge=1)] = 1024
-    """Answers in one file: what a killed run loses at most, in process."""
+    """Answers in one file: what a killed worker loses at most, in process."""
+    workers: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """In process: as extract.workers."""
     loop_ngram: Annotated[int, Field(ge=2)] | None = None
     """Cut an answer at its first repeated n-gram of this many tokens; null: never."""
 
@@ -270,7 +272,7 @@ class ExtractConfig(_Model):
     """
     workers: Auto | Annotated[int, Field(ge=1)] = "auto"
     """Processes, each with a copy of the target; auto: one for every `target.gpus_per_replica` GPUs, and
-    one on a CPU.
+    one on a CPU (on Ray one a CPU of the cluster).
     """
     codec: Codec = "none"
     """How states are stored: none; lossless: byte planes + zstd, about 70% of the bytes; fp8: e4m3 with
@@ -357,7 +359,7 @@ class TrainConfig(_Model):
     """Processes, one a GPU; auto: as many as there are GPUs, and one on a CPU."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Of several processes: ddp: each holds the whole drafter; fsdp: weights and optimizer are shared out
-    (FSDP2).
+    (FSDP2), on several nodes within each of them.
     """
     recompute: bool = False
     """Make activations again in the backward pass: less memory, about a quarter more time."""
@@ -449,7 +451,29 @@ class ExportConfig(_Model):
 
 
 class EngineConfig(_Model):
-    kind: Literal["local"] = "local"
+    kind: Literal["local", "ray"] = "local"
+    """Who runs the workers of extract, and of regenerate in process: local: one a GPU of this machine; ray:
+    actors of a Ray cluster (an extra), on GPUs unless target.device is cpu.
+    """
+    address: str | None = None
+    """Of the Ray cluster: auto (a node of it is here), HOST:6379, or ray://HOST:10001; null: started here."""
+    wait_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds to wait for a first worker's place on the Ray cluster."""
+
+    @field_validator("address")
+    @classmethod
+    def _is_an_address(cls, address: str | None) -> str | None:
+        if address is not None and not re.fullmatch(
+            r"auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}", address
+        ):
+            raise ValueError(f"{address}: auto, HOST:PORT or ray://HOST:PORT")
+        return address
+
+    @model_validator(mode="after")
+    def _address_is_rays(self) -> "EngineConfig":
+        if self.address is not None and self.kind != "ray":
+            raise ValueError("engine.address needs engine.kind: ray")
+        return self
 
 
 class SuperviseConfig(_Model):

@@ -1,6 +1,8 @@
 """The command line's commands and options. Imports nothing heavy: a typo is told at once."""
 
 import argparse
+import contextlib
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,8 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument("--tokens", type=_amount, metavar="N", help="of all samples, such as 913M")
     plan.add_argument("--gpus", type=_count, metavar="N", help="default: those here; 0: the CPU")
+    plan.add_argument("--nodes", type=_some, metavar="N", help="of --gpus GPUs each")
+    plan.add_argument("--price", type=_price, metavar="X", help="of a GPU for an hour")
     plan.add_argument("--gpu-memory", type=_amount, metavar="BYTES", help="of one, such as 96GB")
     plan.add_argument("--disk", type=_amount, metavar="BYTES", help="free for features")
     plan.add_argument("--rates", type=Path, metavar="FILE", help="measured rates; docs/plan.md")
@@ -186,6 +190,13 @@ def _some(text: str) -> int:
     if count == 0:
         raise argparse.ArgumentTypeError("0 is none; expected 1 or more")
     return count
+
+
+def _price(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no price such as 2.5")
 
 
 def _amount(text: str) -> int:

@@ -1,7 +1,8 @@
 """The processes of one training: torchrun's ranks, or this process alone.
 
-`draftsmith train` starts torchrun by itself for the GPUs of one machine. On several machines start it
-there: torchrun --nnodes N --nproc-per-node G ... -m draftsmith.cli train CONFIG
+`draftsmith train` starts torchrun by itself for the GPUs of one machine. On several machines start it on each:
+torchrun --nnodes N --nproc-per-node G --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m draftsmith.cli train
+CONFIG (recipes/cluster).
 """
 
 import contextlib
@@ -32,10 +33,13 @@ STOP_S = 60  # what torchrun has for its workers' ends
 
 @dataclass(frozen=True)
 class Ranks:
-    """`rank` of `count`; the first leads: it reports, and writes what is written once."""
+    """`rank` of `count`, `per_node` of them on each machine; the first leads: it reports, and writes what is
+    written once.
+    """
 
     rank: int = 0
     count: int = 1
+    per_node: int = 1
 
     @property
     def lead(self) -> bool:
@@ -53,6 +57,13 @@ class Ranks:
         if self.count > 1:
             dist.broadcast_object_list(held, src=0)
         return held[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's, by rank."""
+        held = [value] * self.count
+        if self.count > 1:
+            dist.all_gather_object(held, value)
+        return held
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -76,7 +87,9 @@ def joined(device: str, notes: Path) -> Iterator[Ranks]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
+    if ranks.lead:
+        _forget(notes)
     try:
         yield ranks
     except Exception as error:
@@ -85,6 +98,11 @@ def joined(device: str, notes: Path) -> Iterator[Ranks]:
         raise
     finally:
         dist.destroy_process_group()
+
+
+def _forget(notes: Path) -> None:
+    for old in notes.glob("rank-*.json"):
+        old.unlink(missing_ok=True)
 
 
 def _note(path: Path, error: Exception) -> None:
@@ -99,8 +117,7 @@ def launch(command: list[str], count: int, notes: Path) -> None:
     train.log in `notes`. Raises the first error in time, as the user's mistake where it is one.
     """
     notes.mkdir(parents=True, exist_ok=True)
-    for old in notes.glob("rank-*.json"):
-        old.unlink()
+    _forget(notes)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += [f"--nproc-per-node={count}", "-m", "draftsmith.cli", *command]
     with open(notes / LOG, "ab") as log:
@@ -119,11 +136,29 @@ def launch(command: list[str], count: int, notes: Path) -> None:
         _raise_first(notes, (notes / LOG).read_bytes()[begin:].decode(errors="replace"), code)
 
 
+def _notes(notes: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What ranks left, in the order of time; and of these, what is no echo of another's end."""
+    paths = notes.glob("rank-*.json")
+    found = [{**json.loads(path.read_text()), "rank": path.stem[5:]} for path in paths]
+    found.sort(key=lambda note: note["at"])
+    return found, [note for note in found if note["parts"] or not ECHOES.search(note["cause"])]
+
+
+def first_error(notes: Path) -> UserError | FaultFound | None:
+    """Another rank's own error, which this one only felt. With launch() it is that which tells it."""
+    own = [] if LAUNCHED in os.environ else _notes(notes)[1]
+    return _error(own[0], notes) if own and own[0]["rank"] != "0" else None
+
+
+def _error(note: dict[str, Any], notes: Path) -> UserError | FaultFound:
+    if note["parts"]:
+        return UserError(**note["parts"])
+    return FaultFound(f"{note['cause']} (the whole error: {notes / LOG}, or its node's log)")
+
+
 def _raise_first(notes: Path, said: str, code: int) -> NoReturn:
     """The first error in time. A rank that was killed leaves no note: the others' that it is gone are echoes."""
-    found = [json.loads(path.read_text()) for path in notes.glob("rank-*.json")]
-    found.sort(key=lambda note: note["at"])
-    own = [note for note in found if note["parts"] or not ECHOES.search(note["cause"])]
+    found, own = _notes(notes)
     # by 15 torchrun ends the others
     killed = [end for end in KILLED.findall(said) if end[0] != "15"]
     if not own and killed:
@@ -133,7 +168,4 @@ def _raise_first(notes: Path, said: str, code: int) -> NoReturn:
         cause = first_cause([said])
         line = cause.line if cause else f"a training process died without a word (code {code})"
         raise FaultFound(f"{line} (all of it: {notes / LOG})")
-    first: dict[str, Any] = (own or found)[0]
-    if first["parts"]:
-        raise UserError(**first["parts"])
-    raise FaultFound(f"{first['cause']} (the whole error: {notes / LOG})")
+    raise _error((own or found)[0], notes)

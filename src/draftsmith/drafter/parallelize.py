@@ -20,7 +20,9 @@ from draftsmith.ranks import Ranks
 def parallelize(
     drafter: DFlash, ranks: Ranks, kind: Literal["ddp", "fsdp"], *, compile_layers: bool
 ) -> Callable[..., Tensor]:
-    """What to call in place of the drafter. `fsdp` changes the drafter's own parameters."""
+    """What to call in place of the drafter. `fsdp` changes the drafter's own parameters: shared out within a
+    node, whose links are fast, and the same on every node.
+    """
     device = drafter.fc.weight.device
     if compile_layers:
         for layer in drafter.layers:  # five of one kind: compiled once
@@ -30,7 +32,10 @@ def parallelize(
     if kind == "ddp":
         ids = [device.index] if device.type == "cuda" else None
         return DistributedDataParallel(drafter, device_ids=ids, gradient_as_bucket_view=True)
-    mesh = init_device_mesh(device.type, (ranks.count,))
+    shape, names = (ranks.count // ranks.per_node, ranks.per_node), ("nodes", "within")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if shape[0] == 1:
+        mesh = mesh["within"]
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy: dict[str, Any] = {"mp_policy": half} if device.type == "cuda" else {}
     for layer in drafter.layers:

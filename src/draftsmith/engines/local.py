@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Literal
 
-from draftsmith.core import FaultFound, Stopped
+import torch
+
+from draftsmith.config import RunConfig
+from draftsmith.core import FaultFound, Stopped, UserError
 from draftsmith.signals import sigterm_unwinds
 
 RESTARTS = 3  # in all; a worker that dies every time will not mend
@@ -33,6 +36,27 @@ class _Worker:
     gpus: str | None
     tasks: set[int] = field(default_factory=set)
     ending: bool = False
+
+
+def gpus_of_workers(
+    cfg: RunConfig, workers: int | Literal["auto"], *, gpu: bool
+) -> list[str] | list[None]:
+    """The GPUs of each worker, as CUDA_VISIBLE_DEVICES names them; None for one on a CPU."""
+    if not gpu:
+        return [None] * (1 if workers == "auto" else workers)
+    count, each = torch.cuda.device_count(), cfg.target.gpus_per_replica
+    most = count // each
+    if most == 0:
+        raise UserError(
+            where="target.gpus_per_replica",
+            found=f"{each}, and {count} GPUs here",
+            expected="no more than there are",
+            remedy="Lower it, or use a larger machine.",
+        )
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = named if len(named) == count else [str(i) for i in range(count)]
+    wanted = most if workers == "auto" else min(most, workers)
+    return [",".join(names[i * each : (i + 1) * each]) for i in range(wanted)]
 
 
 def run_tasks(

@@ -8,19 +8,16 @@ the same bytes.
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
-
-import torch
 
 import draftsmith.tokenize as tokenize_stage
 from draftsmith import manifest as manifests
 from draftsmith import places
 from draftsmith.config import RunConfig
 from draftsmith.core import RowPlan, StageResult, UserError
-from draftsmith.engines.local import run_tasks
+from draftsmith.engines import Tasks, for_workers, has_gpus, run_tasks
 from draftsmith.extract.plan import (
     engine_of,
     feature_bytes,
@@ -39,7 +36,6 @@ from draftsmith.store.shards import KIND, shard_name
 from draftsmith.store.writer import check_some, room_left
 from draftsmith.target.load import (
     TargetInfo,
-    device_of,
     inspect_target,
     load_tokenizer,
     tokenizer_digest,
@@ -58,7 +54,7 @@ def run(cfg: RunConfig) -> StageResult:
         info = inspect_target(cfg.target)
         taps = resolve_taps(cfg.features, info.num_layers)
         store = places.at(cfg.store)
-        engine = engine_of(cfg, info, store)
+        engine = engine_of(cfg, info, store, gpu=lambda: has_gpus(cfg))
         inputs = _inputs(cfg, info, taps, tokens, engine)
         work = _work_of(cfg, info, taps, tokens, engine)
         choice = _choice(cfg, info, taps, work, store)
@@ -266,38 +262,28 @@ def _extract(
 
     if cfg.extract.files is not None:
         ForeignStates.of(cfg, inspect_target(cfg.target), taps).check(samples)
-    gpus = _gpus(cfg)
-    run_worker = partial(work, cfg, engine, taps, samples[:PROBES], said, room)
-    if len(gpus) == 1:
-        tasks = ((number, load(number)) for number in missing)
-        run_worker(tasks, told, lambda number: None)
-        return
-    run_tasks(run_worker, missing, load=load, gpus=gpus, on_message=told, on_loss=lost)
+    tasks = Tasks(
+        "extract",
+        partial(work, for_workers(cfg), engine, taps, samples[:PROBES], said, room),
+        missing,
+        load,
+        on_message=told,
+        on_loss=lost,
+        on_wait=report.tick,
+        folders=[cfg.store],
+    )
+    run_tasks(cfg, tasks, workers=_workers(cfg), gpu=cfg.extract.files is None)
 
 
-def _gpus(cfg: RunConfig) -> list[str] | list[None]:
-    """The GPUs of each worker, as CUDA_VISIBLE_DEVICES names them."""
-    if cfg.features.max_bytes is not None:  # one writer knows what is left of the budget
-        if cfg.extract.workers not in ("auto", 1):
-            raise UserError(
-                where="extract.workers",
-                found=f"{cfg.extract.workers}, with features.max_bytes",
-                expected="one worker: it counts what is left of the budget",
-                remedy="Leave out one of the two.",
-            )
-        return [None]
-    if cfg.extract.files is not None or device_of(cfg.target).type == "cpu":
-        return [None] * (1 if cfg.extract.workers == "auto" else cfg.extract.workers)
-    count, each = torch.cuda.device_count(), cfg.target.gpus_per_replica
-    most = count // each
-    if most == 0:
+def _workers(cfg: RunConfig) -> int | Literal["auto"]:
+    """With a budget one writer knows what is left of it."""
+    if cfg.features.max_bytes is None:
+        return cfg.extract.workers
+    if cfg.extract.workers not in ("auto", 1):
         raise UserError(
-            where="target.gpus_per_replica",
-            found=f"{each}, and {count} GPUs here",
-            expected="no more than there are",
-            remedy="Lower it, or use a larger machine.",
+            where="extract.workers",
+            found=f"{cfg.extract.workers}, with features.max_bytes",
+            expected="one worker: it counts what is left of the budget",
+            remedy="Leave out one of the two.",
         )
-    workers = most if cfg.extract.workers == "auto" else min(most, cfg.extract.workers)
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = named if len(named) == count else [str(i) for i in range(count)]
-    return [",".join(names[i * each : (i + 1) * each]) for i in range(workers)]
+    return 1

@@ -2,6 +2,7 @@
 shard, how many bytes that is.
 """
 
+from collections.abc import Callable
 from typing import get_args
 
 import torch
@@ -22,9 +23,11 @@ ENGINES = {
 LOSSLESS_SHARE = 0.70  # of real states, docs/formats.md
 
 
-def engine_of(cfg: RunConfig, info: TargetInfo, store: Place) -> str:
+def engine_of(
+    cfg: RunConfig, info: TargetInfo, store: Place, *, gpu: Callable[[], bool] | None = None
+) -> str:
     """How rows are made: as configured; auto: as the store was begun, on whatever machine, else the
-    fastest way that is right here.
+    fastest way that is right here, or where `gpu` tells of.
     """
     if cfg.extract.rows == "packed" and not can_pack(info.model_type):
         raise UserError(
@@ -40,8 +43,8 @@ def engine_of(cfg: RunConfig, info: TargetInfo, store: Place) -> str:
     begun = manifests.read(store)
     if begun is not None and begun["inputs"].get("engine") in ENGINES.values():
         return begun["inputs"]["engine"]
-    gpu = device_of(cfg.target).type == "cuda"
-    if gpu and can_pack(info.model_type) and has_kernels(info.model_type):
+    on_gpu = device_of(cfg.target).type == "cuda" if gpu is None else gpu()
+    if on_gpu and can_pack(info.model_type) and has_kernels(info.model_type):
         return ENGINES["packed"]
     return ENGINES["padded"]
 

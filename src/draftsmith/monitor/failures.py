@@ -52,6 +52,8 @@ KINDS: tuple[tuple[str, str, str], ...] = (
      "free the GPU: nvidia-smi shows who holds it."),
     ("disk full", r"No space left on device|Disk quota exceeded|a full disk",
      "Free space, or point run and features.store at a larger disk; the same command goes on."),
+    ("Ray cluster", r"Ray cluster at \S+ does not answer|Failed to connect to GCS",
+     "`ray status` on its head; the same command goes on, on this cluster or another."),
     ("host memory or killed",
      r"Cannot allocate memory|\bMemoryError\b|oom[-_ ]?kill|Killed process|exit ?code:? ?-9\b|"
      r"Signal 9 \(SIGKILL\)|died without a word|\bdied \((?:signal|exit)",
@@ -101,7 +103,13 @@ KINDS: tuple[tuple[str, str, str], ...] = (
 FINAL = {"missing package", "kernel not built for this GPU", "server refuses the architecture", "not finite",
          "checkpoint mismatch", "bad data", "the run is locked", "S3 credentials", "disk full"}  # fmt: skip
 """What the same work on the same machine would meet again."""
-TRANSIENT = {"S3 or network", "NCCL or rendezvous", "driver or GPU", "host memory or killed"}
+TRANSIENT = {
+    "Ray cluster",
+    "S3 or network",
+    "NCCL or rendezvous",
+    "driver or GPU",
+    "host memory or killed",
+}
 """What may be gone in a while, even where it was told as a user's mistake."""
 
 
@@ -133,7 +141,10 @@ def errors(text: str) -> list[str]:
 def _plain(line: str) -> bool:
     """An error without a traceback: a command's one message, a kernel's or a shell's line."""
     return line.startswith(("draftsmith: ", "RuntimeError", "terminate called")) or bool(
-        re.search(r"oom[-_ ]?kill|Killed process|Signal 9 \(SIGKILL\)|exitcode: -9", line)
+        re.search(
+            r"oom[-_ ]?kill|Killed process|Signal 9 \(SIGKILL\)|exitcode: -9|Failed to connect to GCS",
+            line,
+        )
     )
 
 

@@ -6,7 +6,7 @@ Reads the target's config.json, never its weights. Formulas and constants: docs/
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from draftsmith import manifest as manifests
 from draftsmith import places
 from draftsmith.config import RunConfig
 from draftsmith.core import UserError
-from draftsmith.plan import estimate, rates, show, sizes
-from draftsmith.plan.estimate import Job, Machine
+from draftsmith.plan import estimate, rates, scale, show, sizes
+from draftsmith.plan.estimate import Job, Machine, Stage
 from draftsmith.plan.work import workload
 from draftsmith.source import Choice, choose_source
 from draftsmith.target.load import inspect_target
@@ -37,6 +37,8 @@ class Asked:
     disk_bytes: float | None = None
     rates: Path | None = None
     target: str | None = None
+    nodes: int | None = None
+    price: float | None = None
 
 
 def run(cfg: RunConfig, asked: Asked, *, as_json: bool) -> None:
@@ -58,6 +60,12 @@ def make(cfg: RunConfig, asked: Asked) -> dict[str, Any]:
     room = job.machine.memory_bytes * estimate.USABLE
     taken = {"store": ("extract", "train (store)"), "live": ("train (live)",)}[choice.source]
     both = ("regenerate", "evaluate", *taken)
+    lines: list[dict[str, Any]] = []
+    if asked.nodes is not None:
+        shape = scale.Shape(asked.nodes, job.machine.gpus // asked.nodes)
+        lines = scale.table(job, choice.source, shape, asked.price)
+        stages = [_scaled(stage, job, shape) for stage in stages]
+    hours = sum(stage.hours for stage in stages if stage.name in both)
     return {
         "work": job.work.plain(),
         "machine": asdict(job.machine),
@@ -79,10 +87,24 @@ def make(cfg: RunConfig, asked: Asked) -> dict[str, Any]:
             {**asdict(stage), "fits": stage.memory_bytes <= room, "taken": stage.name in both}
             for stage in stages
         ],
-        "hours": sum(stage.hours for stage in stages if stage.name in both),
+        "hours": hours,
+        "cost": None if asked.price is None else hours * job.machine.replicas * asked.price,
+        "price": asked.price,
+        "scaling": lines,
         "source": asdict(choice),
         "rates": estimate.plain(job.rates),
     }
+
+
+def _scaled(stage: Stage, job: Job, shape: scale.Shape) -> Stage:
+    """With what several nodes cost beside the work."""
+    if stage.name == "extract":
+        point = scale.extract(job, shape)
+    elif stage.name.startswith("train"):
+        point = scale.train(job, stage.name[7:-1], shape)
+    else:
+        return stage
+    return replace(stage, hours=point.hours, note=stage.note or f"decided by {point.decides}")
 
 
 def decide(cfg: RunConfig, stored: dict[str, int], room_bytes: float | None) -> Choice:
@@ -131,6 +153,13 @@ def _machine(cfg: RunConfig, asked: Asked) -> tuple[Machine, str | None]:
     disk = asked.disk_bytes
     if disk is None:
         disk = places.at(cfg.store).free_bytes()
+    if asked.nodes is not None and not asked.gpus:
+        raise UserError(
+            where="--nodes",
+            found="no --gpus",
+            expected="the GPUs of one node",
+            remedy="Give both, such as --nodes 2 --gpus 8 --gpu-memory 141GB.",
+        )
     if asked.gpus is not None:
         if asked.gpus and asked.gpu_memory_bytes is None:
             raise UserError(
@@ -140,7 +169,9 @@ def _machine(cfg: RunConfig, asked: Asked) -> tuple[Machine, str | None]:
                 remedy="Give both.",
             )
         memory = asked.gpu_memory_bytes or _memory_of_this_machine()
-        return Machine(asked.gpus, memory, disk, "given"), None if asked.gpus else "cpu"
+        nodes = asked.nodes or 1
+        machine = Machine(asked.gpus * nodes, memory, disk, "given", nodes)
+        return machine, None if asked.gpus else "cpu"
     found = [] if cfg.target.device == "cpu" else gpus_here()
     if found:
         memory = asked.gpu_memory_bytes or min(found)

@@ -34,6 +34,7 @@ class Machine:
     memory_bytes: float
     disk_bytes: float | None
     source: str
+    nodes: int = 1
 
     @property
     def replicas(self) -> int:
@@ -139,7 +140,7 @@ def extraction_seconds(job: Job) -> float:
 def train(job: Job, source: str) -> Stage:
     """The drafter's steps, and in each epoch either the store's bytes or the target's forward."""
     epochs, note = job.cfg.train.epochs, ""
-    seconds = _drafter_seconds(job) * epochs / job.machine.replicas
+    seconds = drafter_seconds(job) * epochs / job.machine.replicas
     if source == "live":
         seconds += extraction_seconds(job) * epochs / job.machine.replicas
     elif "disk_read_mb_s" in job.rates:
@@ -173,7 +174,7 @@ def _what_fits(job: Job, source: str, room: float) -> str:
     return "does not fit with any setting"
 
 
-def _drafter_seconds(job: Job) -> float:
+def drafter_seconds(job: Job) -> float:
     """Of one epoch on one GPU."""
     if "train_slots_per_s" in job.rates:
         return job.work.anchors * job.shape.block_size / job.rate("train_slots_per_s")
@@ -196,7 +197,7 @@ def training_memory(job: Job, source: str, cfg: RunConfig) -> float:
     """Bytes on one GPU at the peak of a step. With FSDP2 the drafter's state is shared out."""
     P, s, train = job.params, job.shape, cfg.train
     H, V = job.info.hidden_size, job.info.vocab_size
-    G = job.machine.replicas if train.parallel == "fsdp" else 1
+    G = job.machine.replicas // job.machine.nodes if train.parallel == "fsdp" else 1
     context = max(train.micro_batch_tokens, job.work.mean_tokens)
     slots = train.blocks_together * s.block_size
     tables = (job.target.embedding + job.target.head) * job.element

@@ -21,6 +21,9 @@ UNITS = {
     "extract_tokens_per_s": "tokens/s a GPU",
     "train_slots_per_s": "block slots/s a GPU",
     "regenerate_tokens_per_s": "tokens/s a GPU",
+    "link_gb_s": "GB/s a GPU, to the others of its node",
+    "network_gb_s": "GB/s a node, to the others and to S3",
+    "load_gb_s": "GB/s a worker, of the target's weights at its start",
     "disk_write_mb_s": "MB/s where the store is",
     "disk_read_mb_s": "MB/s where the store is",
 }
@@ -41,6 +44,9 @@ CONSTANTS = {
     "train_share": Rate(0.69, H200),
     "decode_share": Rate(0.5, "assumed"),
     "memory_gb_s": Rate(4800, "an H200's data sheet"),
+    "link_gb_s": Rate(450, "NVLink 4, data sheet; PCIe 5 x16: 64"),
+    "network_gb_s": Rate(50, "assumed: 400 Gbit/s a node"),
+    "load_gb_s": Rate(1, "assumed"),
 }
 
 Rates = dict[str, Rate]

@@ -16,6 +16,7 @@ def text(plan: dict[str, Any]) -> str:
     console = Console(width=110, file=out)
     work, machine, target = plan["work"], plan["machine"], plan["target"]
     gpus = f"{machine['gpus']} GPUs of {amount(machine['memory_bytes'])}"
+    gpus += f" on {machine['nodes']} nodes" if machine["nodes"] > 1 else ""
     disk = machine["disk_bytes"]
     console.print(
         f"{work['samples']:,} samples, {work['tokens']:,} tokens ({work['mean_tokens']:,.0f} a sample; "
@@ -34,10 +35,12 @@ def text(plan: dict[str, Any]) -> str:
     source = plan["source"]
     console.print(
         f"features.source: {source['source']} because {source['reason']}. "
-        f"In all {time(plan['hours'])} (stages marked *).",
+        f"In all {time(plan['hours'])} (stages marked *){_cost(plan)}.",
         highlight=False,
         soft_wrap=True,
     )
+    if plan["scaling"]:
+        console.print(_scaling(plan))
     for stage in plan["stages"]:
         if stage["taken"] and not stage["fits"]:
             console.print(
@@ -58,6 +61,28 @@ def _stages(plan: dict[str, Any]) -> Table:
             "*" if stage["taken"] else "", stage["name"], time(stage["hours"]),
             amount(stage["memory_bytes"]), "yes" if stage["fits"] else "no", stage["note"],
         )  # fmt: skip
+    return grid
+
+
+def _cost(plan: dict[str, Any]) -> str:
+    if plan["cost"] is None:
+        return ""
+    return f", {plan['cost']:,.0f} at {plan['price']:g} a GPU-hour"
+
+
+def _scaling(plan: dict[str, Any]) -> Table:
+    """Predicted: what more of them bring, regenerate to train; and what decides."""
+    grid = Table()
+    names = [name for name in ("extract", "train") if name in plan["scaling"][0]]
+    cost = ["cost"] if plan["price"] is not None else []
+    stages = [column for name in names for column in (name, f"{name} is decided by")]
+    for column in ("nodes", "GPUs", *stages, "in all", "speed-up", "GPU-hours", *cost):
+        grid.add_column(column)
+    for line in plan["scaling"]:
+        cells = [x for n in names for x in (time(line[n]["hours"]), line[n]["decides"])]
+        cells += [time(line["hours"]), f"{line['speedup']:.2f}", f"{line['gpu_hours']:,.0f}"]
+        cells += [f"{line['cost']:,.0f}"] if cost else []
+        grid.add_row(str(line["nodes"]), str(line["gpus"]), *cells)
     return grid
 
 

@@ -129,7 +129,7 @@ def _in_process(
             prompts[chat.sample_id] = inprocess.Prompt(ids, chat.turns[-1], held_out)
         else:
             too_long += 1
-    names = inprocess.answer_all(cfg, tokenizer, prompts, out, report)
+    names = inprocess.answer_all(cfg, prompts, out, report)
     return names, {"too_long": too_long}
 
 

@@ -1,11 +1,14 @@
-"""Answers by the target in this process: batches of like length, greedy or sampled. Good for small
-models.
+"""Answers by the target itself, in Transformers: batches of like length, greedy or sampled. Good for small
+models; in this process, or in one for every GPU that the engine finds.
 
 Files of `answers_per_file` answers are written as they are finished; a killed run goes on with the
 missing ones.
 """
 
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,13 @@ from draftsmith.config import RunConfig
 from draftsmith.decode.batch import generate_batch
 from draftsmith.decode.ends import AnswerEnd
 from draftsmith.decode.sampling import Sampling
+from draftsmith.engines import Tasks, for_workers, run_tasks
+from draftsmith.engines.local import Done, Say
 from draftsmith.monitor.state import StageReport
 from draftsmith.regenerate.servers import question_seed
-from draftsmith.target.load import eos_ids, load_target
+from draftsmith.target.load import eos_ids, load_target, load_tokenizer
+
+TICK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -28,21 +35,56 @@ class Prompt:
     held_out: bool
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What a worker says: so many answers of a file, and their tokens; none: it is at work."""
+
+    file: int
+    count: int = 0
+    tokens: int = 0
+
+
+File = tuple[str, dict[int, Prompt]]
+"""A file's path and its prompts by sample id, in the order in which they are answered."""
+
+
 def answer_all(
-    cfg: RunConfig,
-    tokenizer: Any,
-    prompts: dict[int, Prompt],
-    out: Path,
-    report: StageReport,
+    cfg: RunConfig, prompts: dict[int, Prompt], out: Path, report: StageReport
 ) -> list[str]:
     """Answer the prompts (by sample id) whose files are missing in `out`; the names of all files."""
     files = _plan_files(prompts, cfg.regenerate.answers_per_file)
-    missing = {name: ids for name, ids in files.items() if not (out / name).exists()}
-    done = len(prompts) - sum(map(len, missing.values()))
+    names = list(files)
+    missing = [i for i, name in enumerate(names) if not (out / name).exists()]
+    done = len(prompts) - sum(len(files[names[i]]) for i in missing)
     report.working(len(prompts), "answers", done=done)
+    made: dict[int, Answers] = {}
+
+    def told(said: Answers) -> None:
+        before = made.get(said.file, Answers(said.file))
+        made[said.file] = Answers(said.file, before.count + said.count, before.tokens + said.tokens)
+        if said.count:
+            tokens = sum(of_file.tokens for of_file in made.values())
+            report.progress(done + sum(x.count for x in made.values()), tokens=tokens)
+        else:
+            report.tick()
+
+    def lost(said: str, numbers: list[int]) -> None:
+        for number in numbers:
+            made.pop(number, None)
+        report.event("worker_lost", said=said, files=[names[number] for number in numbers])
+        print(f"regenerate: {said}; its files are answered again by another", flush=True)
+
+    def load(number: int) -> File:
+        path = str((out / names[number]).absolute())
+        return path, {i: prompts[i] for i in files[names[number]]}
+
     if missing:
-        _answer(cfg, tokenizer, prompts, missing, out, report)
-    return list(files)
+        tasks = Tasks(
+            "regenerate", partial(answer_files, for_workers(cfg)), missing, load,
+            on_message=told, on_loss=lost, on_wait=report.tick, folders=[str(out)],
+        )  # fmt: skip
+        run_tasks(cfg, tasks, workers=cfg.regenerate.workers)
+    return names
 
 
 def _plan_files(prompts: dict[int, Prompt], size: int) -> dict[str, list[int]]:
@@ -54,20 +96,15 @@ def _plan_files(prompts: dict[int, Prompt], size: int) -> dict[str, list[int]]:
     }
 
 
-def _answer(
-    cfg: RunConfig,
-    tokenizer: Any,
-    prompts: dict[int, Prompt],
-    files: dict[str, list[int]],
-    out: Path,
-    report: StageReport,
-) -> None:
+def answer_files(cfg: RunConfig, files: Iterator[tuple[int, File]], say: Say, done: Done) -> None:
+    """A worker: load the target, answer and write the files that come."""
     model = load_target(cfg.target)
+    tokenizer: Any = load_tokenizer(cfg.target)
     eos = eos_ids(tokenizer, cfg.target)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
-    done, tokens = report.state["done"], 0
-    for name, sample_ids in files.items():
-        rows = []
+    for number, (path, prompts) in files:
+        tick = _now_and_then(partial(say, Answers(number)))
+        rows, sample_ids = [], list(prompts)
         for at in range(0, len(sample_ids), cfg.regenerate.batch_size):
             batch = sample_ids[at : at + cfg.regenerate.batch_size]
             ends = [
@@ -84,7 +121,7 @@ def _answer(
                 ends,
                 pad_id=pad_id,
                 sampling=[_sampling(cfg, i, prompts[i]) for i in batch],
-                on_step=report.tick,
+                on_step=tick,
             )
             rows += [
                 {
@@ -97,9 +134,22 @@ def _answer(
                 }
                 for i, (ids, reason) in zip(batch, answers, strict=True)
             ]
-            done, tokens = done + len(batch), tokens + sum(len(ids) for ids, _ in answers)
-            report.progress(done, tokens=tokens)
-        tables.write_table(out / name, rows, tables.ANSWERS)
+            say(Answers(number, len(batch), sum(len(ids) for ids, _ in answers)))
+        tables.write_table(Path(path), rows, tables.ANSWERS)
+        done(number)
+
+
+def _now_and_then(tell: Any) -> Any:
+    """At most every TICK_S: what another process hears of every token would cost more than the token."""
+    told = time.monotonic()
+
+    def tick() -> None:
+        nonlocal told
+        if time.monotonic() - told > TICK_S:
+            told = time.monotonic()
+            tell()
+
+    return tick
 
 
 def _sampling(cfg: RunConfig, sample_id: int, prompt: Prompt) -> Sampling:

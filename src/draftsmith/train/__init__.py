@@ -6,6 +6,7 @@ goes on from its last checkpoint with the same numbers, on any number of GPUs.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,11 +28,11 @@ from draftsmith.drafter.model import DFlash
 from draftsmith.drafter.parallelize import clip_and_scale, parallelize, synced
 from draftsmith.features import FeatureBatch
 from draftsmith.monitor.state import NoReport, Report, fail, failure_of, stage_report
-from draftsmith.ranks import Ranks, inside, joined, launch
+from draftsmith.ranks import Ranks, first_error, inside, joined, launch
 from draftsmith.signals import stop_is_noted
 from draftsmith.target.load import device_of, inspect_target, load_tokenizer
 from draftsmith.target.taps import resolve_taps
-from draftsmith.train import checkpoints, guards
+from draftsmith.train import checkpoints, guards, nodes
 from draftsmith.train.ceiling import products_of, seconds_of
 from draftsmith.train.loggers import Loggers
 from draftsmith.train.microbatch import Forward
@@ -53,8 +54,7 @@ def run(cfg: RunConfig) -> StageResult:
     """
     count = num_processes(cfg)
     if count == 1 or inside():
-        with joined(device_of(cfg.target).type, cfg.root / "logs") as ranks:
-            return _run(cfg, ranks)
+        return _joined(cfg)
     config = cfg.root / "logs" / "train.yaml"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
@@ -66,6 +66,20 @@ def run(cfg: RunConfig) -> StageResult:
         raise
     manifest = manifests.required(folder(cfg), "train", _inputs(cfg)[0])
     return StageResult("train", str(folder(cfg)), before == manifest, manifest["counts"])
+
+
+def _joined(cfg: RunConfig) -> StageResult:
+    """As one rank. Of several nodes the first tells why another's ended."""
+    notes = cfg.root / "logs"
+    try:
+        with joined(device_of(cfg.target).type, notes) as ranks:
+            return _run(cfg, ranks)
+    except BaseException as error:
+        first = first_error(notes) if inside() and os.environ["RANK"] == "0" else None
+        if first is None or isinstance(error, UserError):
+            raise
+        fail(cfg.root, failure_of(f"{type(first).__name__}: {first}", ""))
+        raise first from None
 
 
 def num_processes(cfg: RunConfig) -> int:
@@ -87,6 +101,7 @@ def num_processes(cfg: RunConfig) -> int:
 
 def _run(cfg: RunConfig, ranks: Ranks) -> StageResult:
     out = folder(cfg)
+    nodes.check(cfg, ranks)
     tokens = tokenize_stage.finished(cfg)
     sizes = f"train.micro_batch_tokens {cfg.train.micro_batch_tokens}, {cfg.train.blocks_together} blocks"
     reported = (
