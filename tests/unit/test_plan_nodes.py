@@ -95,7 +95,7 @@ def test_the_price_of_all_gpus_for_all_hours():
     ("words", "told"),
     [
         (["--nodes", "2"], "--nodes: found no --gpus"),
-        (["--nodes", "0", "--gpus", "8"], "0 is too few"),
+        (["--nodes", "0", "--gpus", "8"], "0 is none"),
         (["--price", "free"], "no price such as 2.5"),
     ],
 )
