@@ -92,7 +92,7 @@ def compiled(arch: int, kernel: str, T: int):
               "eps": "fp32"}  # fmt: skip
     if kernel == "fold_kernel":
         narrow.pop("k")
-    tiles = gdn_triton.tiles(T)
+    tiles = gdn_triton.tiles(T, 128)
     options = {name: tiles.pop(name) for name in ("num_warps", "num_stages")}
     constants = {"K": 128, "V": 128, "BLOCK_P": T, "PRECISION": gdn_triton.PRECISION, **tiles}
     pointers = {"g", "state", "out", "k_out", "u_out", "decay_out", "k", "u", "decay"}
