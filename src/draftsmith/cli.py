@@ -140,13 +140,14 @@ def _inspect(known: argparse.Namespace) -> int:
 
 
 def _bench(known: argparse.Namespace) -> int:
-    if known.bench in ("extract", "train"):
-        from draftsmith.bench import extract, train
+    if known.bench in ("extract", "train", "decode"):
+        from draftsmith.bench import decode, extract, train
 
         options = {
             k: v for k, v in vars(known).items() if k not in ("command", "bench", "json", "help")
         }
-        {"extract": extract, "train": train}[known.bench].run(**options, as_json=known.json)
+        stages = {"extract": extract, "train": train, "decode": decode}
+        stages[known.bench].run(**options, as_json=known.json)
         return GOOD
     from draftsmith.bench import store as bench_store
 

@@ -92,15 +92,9 @@ def compiled(arch: int, kernel: str, T: int):
               "eps": "fp32"}  # fmt: skip
     if kernel == "fold_kernel":
         narrow.pop("k")
-    constants = {
-        "K": 128,
-        "V": 128,
-        "BLOCK_T": T,
-        "BLOCK_P": T,
-        "BLOCK_K": gdn_triton.BLOCK_K,
-        "BLOCK_V": gdn_triton.BLOCK_V,
-        "PRECISION": gdn_triton.PRECISION,
-    }
+    tiles = gdn_triton.tiles(T, 128)
+    options = {name: tiles.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {"K": 128, "V": 128, "BLOCK_P": T, "PRECISION": gdn_triton.PRECISION, **tiles}
     pointers = {"g", "state", "out", "k_out", "u_out", "decay_out", "k", "u", "decay"}
     signature = {
         name: "constexpr" if name in constants
@@ -109,14 +103,13 @@ def compiled(arch: int, kernel: str, T: int):
     }  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     source = ASTSource(function, signature, constants)
-    options = {"num_warps": gdn_triton.WARPS, "num_stages": 1}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 @pytest.mark.parametrize("kernel", ["block_kernel", "fold_kernel"])
 @pytest.mark.parametrize("arch", [90, 120])
 def test_compiled_ahead_of_time_they_fit_every_gpu(arch, kernel, monkeypatch):
-    for T in (16, 64):
+    for T in (16, 64, 128):
         made = compiled(arch, kernel, T)
         assert made.asm["cubin"], "ptxas took it"
         assert made.metadata.shared <= 99 * 1024, f"{made.metadata.shared} bytes of shared memory"
@@ -131,7 +124,7 @@ def test_64_nodes_at_27b_dims_leave_a_stash_of_at_most_170_mb():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("T", [2, 16, 17, 64])
+@pytest.mark.parametrize("T", [2, 16, 17, 64, 65])
 def test_on_a_gpu_they_are_the_torch_rule(T, dtype):
     for chain in (True, False):
         compare(T, (16, 48), (128, 128), "cuda", dtype, 5e-6, chain=chain)

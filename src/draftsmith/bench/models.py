@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.core import UserError
+from draftsmith.drafter.config import NO_WINDOW, DrafterShape
 
 QWEN3_6_27B: dict[str, Any] = {  # text_config of Qwen/Qwen3.6-27B
     "vocab_size": 248320, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64,
@@ -57,6 +58,20 @@ def random_target(config: Any, device: torch.device, dtype: torch.dtype) -> PreT
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, type(module)(config).to(device))
     return model
+
+
+def drafter_shape(config: Any, taps: list[int], layers: int, block_size: int) -> DrafterShape:
+    """Of a drafter for this target, as `train` would choose it."""
+    like = config.head_dim in (64, 128)
+    return DrafterShape(
+        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        num_layers=layers, num_attention_heads=config.num_attention_heads if like else 32,
+        num_key_value_heads=config.num_key_value_heads if like else 8,
+        head_dim=config.head_dim if like else 128, rms_norm_eps=1e-6, rope_theta=1e7,
+        max_position_embeddings=config.max_position_embeddings, vocab_size=config.vocab_size,
+        layer_types=("full_attention",) * layers, sliding_window=NO_WINDOW, block_size=block_size,
+        mask_token_id=1, taps=tuple(taps), num_target_layers=config.num_hidden_layers,
+    )  # fmt: skip
 
 
 def _fill(name: str, weight: Tensor, generator: torch.Generator) -> None:

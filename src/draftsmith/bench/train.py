@@ -22,10 +22,10 @@ from torch.profiler import ProfilerActivity, profile
 from draftsmith import manifest as manifests
 from draftsmith import places, train
 from draftsmith.bench.clock import time_of, two_columns, wait_for, where_time_goes
-from draftsmith.bench.models import BUILT_IN, config_of, random_target
+from draftsmith.bench.models import BUILT_IN, config_of, drafter_shape, random_target
 from draftsmith.config import RunConfig
 from draftsmith.core import Sample, UserError
-from draftsmith.drafter.config import NO_WINDOW, DrafterShape
+from draftsmith.drafter.config import DrafterShape
 from draftsmith.drafter.model import DFlash
 from draftsmith.features import FeatureBatch, StoreSource
 from draftsmith.ranks import Ranks
@@ -69,7 +69,7 @@ def run(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = config_of(model)
     taps = BUILT_IN[model][0] if model in BUILT_IN else auto_taps(config.num_hidden_layers, 5)
-    shape = _shape(config, taps, layers, block_size)
+    shape = drafter_shape(config, taps, layers, block_size)
     cfg = _config(tokens, anchors, accumulate, recompute)
     micro = _samples(config.vocab_size, tokens, count=4)
     with tempfile.TemporaryDirectory(prefix="bench-train-", dir=folder) as scratch:
@@ -154,19 +154,6 @@ def run(
                 torch.cuda.synchronize()
             result |= where_time_goes(seen)
     print(json.dumps(result, indent=1) if as_json else _table(result))
-
-
-def _shape(config: Any, taps: list[int], layers: int, block_size: int) -> DrafterShape:
-    like = config.head_dim in (64, 128)
-    return DrafterShape(
-        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
-        num_layers=layers, num_attention_heads=config.num_attention_heads if like else 32,
-        num_key_value_heads=config.num_key_value_heads if like else 8,
-        head_dim=config.head_dim if like else 128, rms_norm_eps=1e-6, rope_theta=1e7,
-        max_position_embeddings=config.max_position_embeddings, vocab_size=config.vocab_size,
-        layer_types=("full_attention",) * layers, sliding_window=NO_WINDOW, block_size=block_size,
-        mask_token_id=1, taps=tuple(taps), num_target_layers=config.num_hidden_layers,
-    )  # fmt: skip
 
 
 def _config(tokens: int, anchors: int, accumulate: int, recompute: bool) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Gated DeltaNet over a chain or tree of up to 64 nodes as two Triton kernels: what gdn.gdn_block and
+"""Gated DeltaNet over a chain or tree of up to 128 nodes as two Triton kernels: what gdn.gdn_block and
 Stash.fold compute, a launch each in place of a dozen.
 
 Imported where Triton is, on a GPU alone; gdn.py is the reference. A program takes one head and BLOCK_V of
@@ -16,10 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_NODES = 64
+MAX_NODES = 128
 BLOCK_V = 32
-BLOCK_K = 32
-WARPS = 4
 PRECISION = "tf32x3"
 
 
@@ -92,13 +90,13 @@ def block_kernel(
 @triton.jit
 def fold_kernel(
     state, k, u, decay, path, length, T, H, HK, s_b, s_h,
-    K: tl.constexpr, V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state over the path's nodes, in place."""
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     hk = h // (H // HK)
-    d = tl.arange(0, K)
+    d = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
     c = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     where = state + b * s_b + h * s_h + d[:, None] * V + c[None, :]
     row = b * H + h
@@ -113,6 +111,18 @@ def fold_kernel(
     s = tl.load(where) * tl.exp(leaf)
     s += tl.dot(tl.trans(kk * weight[:, None]), uu, input_precision=PRECISION)
     tl.store(where, s)
+
+
+def tiles(num_nodes: int, head_dim: int) -> dict[str, int]:
+    """How a block's work is cut: more than 64 nodes need more warps and less of the keys at once, to
+    stay below 99 KB of shared memory.
+    """
+    many = num_nodes > 64
+    size = max(16, 1 << (num_nodes - 1).bit_length())
+    return {
+        "BLOCK_T": size, "BLOCK_K": min(head_dim, 16 if many else 32), "BLOCK_V": BLOCK_V,
+        "num_warps": 8 if many else 4, "num_stages": 1,
+    }  # fmt: skip
 
 
 def fits(q_BTHK: Tensor, v_BTHV: Tensor, state_BHKV: Tensor) -> bool:
@@ -155,8 +165,7 @@ def block(
     launch(
         q, k, v, g, beta, state_BHKV, seen_TT.to(torch.int8), out, k_out, u, decay, eps, T, H, HK,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:2], *beta.stride()[:2],
-        *state_BHKV.stride()[:2], K=K, V=V, BLOCK_T=max(16, triton.next_power_of_2(T)),
-        BLOCK_K=min(K, BLOCK_K), BLOCK_V=BLOCK_V, PRECISION=PRECISION, num_warps=WARPS, num_stages=1,
+        *state_BHKV.stride()[:2], K=K, V=V, PRECISION=PRECISION, **tiles(T, K),
     )  # fmt: skip
     return out, k_out, u, decay
 
@@ -164,10 +173,10 @@ def block(
 def fold(state_BHKV: Tensor, k: Tensor, u: Tensor, decay: Tensor, path: Tensor) -> None:
     """Advance the state in place over the path's nodes (int64, on the device)."""
     B, H, K, V = state_BHKV.shape
-    launch: Any = fold_kernel[(B * H, V // BLOCK_V)]
+    size, part = max(16, triton.next_power_of_2(len(path))), min(K, 32)
+    launch: Any = fold_kernel[(B * H, V // BLOCK_V, K // part)]
     launch(
         state_BHKV, k, u, decay, path, len(path), u.shape[2], H, k.shape[1],
-        *state_BHKV.stride()[:2], K=K, V=V,
-        BLOCK_P=max(16, triton.next_power_of_2(len(path))), BLOCK_V=BLOCK_V, PRECISION=PRECISION,
-        num_warps=WARPS,
+        *state_BHKV.stride()[:2], K=K, V=V, BLOCK_P=size, BLOCK_K=part, BLOCK_V=BLOCK_V,
+        PRECISION=PRECISION, num_warps=4, num_stages=1,
     )  # fmt: skip
