@@ -253,7 +253,7 @@ def test_text_that_differs_is_a_fault_each_time_it_is_asked_for(finished, tmp_pa
     asked = report["settings"]["max_prompts"]
     args = ["--run", tmp_path / "run", "--evaluate.max_prompts", asked]
     again = command("evaluate", finished / "config.yaml", *args)
-    assert again.returncode == 1 and "beyond near ties: {'chain': 1}" in again.stderr
+    assert again.returncode == 1 and "beyond near ties: {'held_out chain': 1}" in again.stderr
     assert command("status", tmp_path / "run").returncode == 1
 
 
