@@ -9,6 +9,9 @@ powers of the matrix would lose digits. Dots run as three TF32 products, which i
 Shapes: B batch, T nodes, H value heads, Hk key heads, K/V head dims.
 """
 
+# pyright: reportMissingImports=false, reportIndexIssue=false
+# Types are checked where Triton need not be.
+
 from typing import Any
 
 import torch

@@ -204,7 +204,7 @@ def _hub_rows(suite: str) -> Iterator[tuple[int, Row]]:
     bench = BENCHMARKS[suite]
     remedy = f"Or name a file of it: evaluate.data: {{{suite}: FILE}}."
     try:
-        from datasets import load_dataset
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError(
             where=f"evaluate.suites, {suite}",
