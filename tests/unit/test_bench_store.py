@@ -61,3 +61,9 @@ def test_every_codec_is_measured_and_the_rates_are_kept_for_plan(tmp_path, capsy
     kept = json.loads(rates.read_text())
     assert kept["matmul_tflops"] == 300 and kept["disk_read_mb_s"] == said["disk_read_mb_s"]
     assert not list((tmp_path / "here").iterdir())
+
+
+@pytest.mark.parametrize("kind", ["store", "extract", "train"])
+def test_a_folder_that_cannot_be_written_is_one_message(kind, capsys):
+    assert main(["bench", kind, "--folder", "/proc/nothing"]) == 2
+    assert "--folder /proc/nothing: found no place to write" in capsys.readouterr().err

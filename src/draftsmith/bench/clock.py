@@ -1,14 +1,20 @@
-"""How long work takes on a device, where a GPU's time goes, and a table of it."""
+"""Where a benchmark writes, how long work takes on a device, where a GPU's time goes, and a table of it."""
 
+import contextlib
+import shutil
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import profile
+
+from draftsmith.core import UserError
 
 KINDS = {  # kernels by what their names say
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "matmul", "splitkreduce"),
@@ -18,6 +24,36 @@ KINDS = {  # kernels by what their names say
     "copies": ("memcpy", "memset", "copy_kernel", "direct_copy"),
     "compiled": ("triton_",),
 }
+
+
+def free_bytes(folder: Path) -> int:
+    """Of the disk of --folder, which is made. Raises UserError where nothing can be written."""
+    with _place(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return shutil.disk_usage(folder).free
+
+
+@contextlib.contextmanager
+def scratch_in(folder: Path) -> Iterator[Path]:
+    """A folder of its own below --folder, gone afterwards. Raises as free_bytes."""
+    with _place(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(prefix="draftsmith-bench-", dir=folder)
+    with made as scratch:
+        yield Path(scratch)
+
+
+@contextlib.contextmanager
+def _place(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            where=f"--folder {folder}",
+            found=f"no place to write ({error.strerror})",
+            expected="a folder on the disk to measure",
+            remedy="Choose another --folder.",
+        ) from None
 
 
 def time_of(work: Callable[[], Any], device: torch.device) -> float:

@@ -8,9 +8,7 @@ within one run: GPUs change their clocks.
 """
 
 import json
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,14 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from draftsmith import places
-from draftsmith.bench.clock import time_of, two_columns, wait_for, where_time_goes
+from draftsmith.bench.clock import (
+    free_bytes,
+    scratch_in,
+    time_of,
+    two_columns,
+    wait_for,
+    where_time_goes,
+)
 from draftsmith.bench.models import BUILT_IN, config_of, random_target
 from draftsmith.config import Codec
 from draftsmith.core import Sample, UserError
@@ -56,6 +61,7 @@ def run(
     as_json: bool,
 ) -> None:
     """Measure and print."""
+    free_bytes(folder)  # a bad folder is refused before a target is made
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if memory_gib and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -158,7 +164,7 @@ def _write(
     """The stage's own loop, to the last byte written: seconds, and those of them that the forward
     waited for the writer.
     """
-    room = shutil.disk_usage(folder).free
+    room = free_bytes(folder)
     hidden = forward.model.config.get_text_config().hidden_size
     tokens = sum(len(samples[i].input_ids) for rows in shards for row in rows for i in row)
     need = tokens * len(forward.taps) * hidden * forward.dtype.itemsize
@@ -170,7 +176,7 @@ def _write(
             remedy="Use fewer --num-rows or another --folder.",
         )
     loaded = ((n, [[samples[i] for i in row] for row in rows]) for n, rows in enumerate(shards))
-    with tempfile.TemporaryDirectory(prefix="bench-extract-", dir=folder) as scratch:
+    with scratch_in(folder) as scratch:
         said = {"kind": KIND, "inputs": "bench"}
         begun = time.monotonic()
         with _TimedWriter(places.at(scratch), codec, said, lambda *a, **k: None) as writer:

@@ -9,7 +9,6 @@ import mmap
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from draftsmith import files, places
 from draftsmith import manifest as manifests
+from draftsmith.bench.clock import free_bytes, scratch_in
 from draftsmith.config import Codec
 from draftsmith.core import Sample, UserError
 from draftsmith.features import THREADS, StoreSource, epoch_plan
@@ -49,8 +49,7 @@ def run(
 ) -> None:
     """Measure and print. `states`: a shard (codec none) whose states are used, else synthetic ones."""
     source = _real(states) if states else _synthetic(hidden, taps)
-    folder.mkdir(parents=True, exist_ok=True)
-    if num_bytes * 2 > shutil.disk_usage(folder).free:
+    if num_bytes * 2 > free_bytes(folder):
         raise UserError(
             where=str(folder),
             found="too little room",
@@ -58,10 +57,10 @@ def run(
             remedy="Use --folder or --bytes.",
         )
     rounds = []
-    with tempfile.TemporaryDirectory(prefix="bench-store-", dir=folder) as scratch:
+    with scratch_in(folder) as scratch:
         for _ in range(repeats):  # the disk and every codec in the same minute
-            disk = _disk(Path(scratch), num_bytes)
-            codecs = [_codec(Path(scratch), codec, source, num_bytes, disk) for codec in STATES]
+            disk = _disk(scratch, num_bytes)
+            codecs = [_codec(scratch, codec, source, num_bytes, disk) for codec in STATES]
             rounds.append({"disk_write_mb_s": disk[0], "disk_read_mb_s": disk[1], "codecs": codecs})
     result = {
         "folder": str(folder),

@@ -7,9 +7,7 @@ runs a random target beside the trainer and compares with each alone.
 
 import itertools
 import json
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +19,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from draftsmith import manifest as manifests
 from draftsmith import places, train
-from draftsmith.bench.clock import time_of, two_columns, wait_for, where_time_goes
+from draftsmith.bench.clock import (
+    free_bytes,
+    scratch_in,
+    time_of,
+    two_columns,
+    wait_for,
+    where_time_goes,
+)
 from draftsmith.bench.models import BUILT_IN, config_of, drafter_shape, random_target
 from draftsmith.config import RunConfig
 from draftsmith.core import Sample, UserError
@@ -72,7 +77,7 @@ def run(
     shape = drafter_shape(config, taps, layers, block_size)
     cfg = _config(tokens, anchors, accumulate, recompute)
     micro = _samples(config.vocab_size, tokens, count=4)
-    with tempfile.TemporaryDirectory(prefix="bench-train-", dir=folder) as scratch:
+    with scratch_in(folder) as scratch:
         target = None
         if source == "live":
             target = _target(config, taps, dtype, device, tokens)
@@ -91,7 +96,7 @@ def run(
             batches = itertools.cycle(_in_memory(micro, shape, device, dtype))
         elif source == "store":
             micro = _samples(config.vocab_size, tokens, count=(WARM_UP + steps) * accumulate)
-            stored = _stored(micro, shape, Path(scratch), dtype)
+            stored = _stored(micro, shape, scratch, dtype)
             planned = [Step(0, [[i]]) for i in turns]  # each read from the disk, once
             batches = forward.micro_batches(stored, planned, Ranks())
         else:
@@ -198,10 +203,10 @@ def _stored(
 
     n = len(samples[0].input_ids)
     need = len(samples) * n * len(shape.taps) * shape.hidden_size * dtype.itemsize
-    if need > shutil.disk_usage(folder).free:
+    if need > free_bytes(folder):
         raise UserError(
             where="--folder",
-            found=f"{shutil.disk_usage(folder).free / 1e9:.1f} GB free in {folder}",
+            found=f"{free_bytes(folder) / 1e9:.1f} GB free in {folder}",
             expected=f"{need / 1e9:.1f} GB",
             remedy="Use another --folder.",
         )
