@@ -97,7 +97,7 @@ def speculators(out: Path) -> None:
         "--optimizer", "adamw", "--scheduler-type", "cosine",
         "--scheduler-warmup-ratio", about["warmup"], "--dflash-decay-gamma", about["gamma"],
         "--max-anchors", about["samples"] * about["anchors"], "--total-seq-len", about["tokens"],
-        "--train-data-ratio", 1.0, "--on-missing", "raise", "--num-workers", 0, "--log-freq", 100,
+        "--train-data-ratio", 0.98, "--on-missing", "raise", "--num-workers", 0, "--log-freq", 100,
         "--seed", 0, "--draft-attn-impl", "sdpa", "--loss-implementation", "eager",
     ]  # fmt: skip
     train(TrainConfig.resolve([str(flag) for flag in flags]))
