@@ -26,6 +26,17 @@ KINDS = {  # kernels by what their names say
 }
 
 
+def device_within(memory_gib: float | None) -> tuple[torch.device, torch.dtype]:
+    """This machine's GPU, its allocator held to so much, and bf16; or the CPU and fp32."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), torch.float32
+    device = torch.device("cuda")
+    if memory_gib:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * (1 << 30) / total))
+    return device, torch.bfloat16
+
+
 def free_bytes(folder: Path) -> int:
     """Of the disk of --folder, which is made. Raises UserError where nothing can be written."""
     with _place(folder):

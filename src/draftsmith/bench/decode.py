@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.bench.clock import time_of, two_columns
+from draftsmith.bench.clock import device_within, time_of, two_columns
 from draftsmith.bench.curves import CURVES, Curve
 from draftsmith.bench.models import BUILT_IN, config_of, drafter_shape, random_target
 from draftsmith.core import UserError
@@ -43,11 +43,7 @@ def run(
 ) -> None:
     """Measure and print. `tree_nodes` counts the root, as does `block_size`."""
     curves = [*_own(survival, tree_tau), *CURVES]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if memory_gib and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * (1 << 30) / total))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device, dtype = device_within(memory_gib)
     config = config_of(model)
     room = getattr(config, "max_position_embeddings", 0) or context + 4096
     _fits(context, block_size, tree_nodes, rounds, room)

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from draftsmith import places
 from draftsmith.bench.clock import (
+    device_within,
     free_bytes,
     scratch_in,
     time_of,
@@ -62,11 +63,7 @@ def run(
 ) -> None:
     """Measure and print."""
     free_bytes(folder)  # a bad folder is refused before a target is made
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if memory_gib and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * (1 << 30) / total))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device, dtype = device_within(memory_gib)
     config = config_of(model)
     packed = _packed(rows, config.model_type, device)
     begun = time.monotonic()

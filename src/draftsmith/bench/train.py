@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from draftsmith import manifest as manifests
 from draftsmith import places, train
 from draftsmith.bench.clock import (
+    device_within,
     free_bytes,
     scratch_in,
     time_of,
@@ -67,11 +68,7 @@ def run(
     `accumulate` of them.
     """
     begun = time.monotonic()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if memory_gib and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * (1 << 30) / total))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device, dtype = device_within(memory_gib)
     config = config_of(model)
     taps = BUILT_IN[model][0] if model in BUILT_IN else auto_taps(config.num_hidden_layers, 5)
     shape = drafter_shape(config, taps, layers, block_size)

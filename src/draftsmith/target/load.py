@@ -168,10 +168,8 @@ def load_outside(target: TargetConfig) -> PreTrainedModel:
         target, lambda: AutoConfig.from_pretrained(target.model, revision=target.revision)
     )
     text = _text_config(config)
-    if getattr(
-        text, "hidden_size_per_layer_input", None
-    ):  # one tensor holds a part for every layer
-        return load_target(target)
+    if getattr(text, "hidden_size_per_layer_input", None):
+        return load_target(target)  # one tensor holds a part for every layer
     count = text.num_hidden_layers
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == count > 1:  # something for each layer
