@@ -167,13 +167,17 @@ class TargetSession:
         return torch.tensor([past + n for n in path], dtype=torch.long, device=self.model.device)
 
     def _keep_convolutions(self, size: int, path: list[int]) -> None:
-        """Of the last `size` inputs, those of the path; then as many as the convolution looks back."""
+        """Of the last `size` inputs, those of the path; of all, as many as the convolution looks back:
+        one gather a layer, its index made once.
+        """
+        indices: dict[tuple[int, int], Tensor] = {}
         for layer in self._linear_layers() if self.gdn else []:
             window, state = layer.conv_kernel_size[0], layer.conv_states[0]
             past = state.shape[-1] - size
-            index = self._index(past, path)
-            kept = torch.cat([state[..., :past], state.index_select(-1, index)], dim=-1)
-            layer.conv_states[0] = kept[..., -window:].clone()
+            if (past, window) not in indices:
+                kept = [*range(past), *(past + node for node in path)][-window:]
+                indices[past, window] = self._index(0, kept)
+            layer.conv_states[0] = state.index_select(-1, indices[past, window])
 
     def _states(self, layer: Any) -> dict[str, Tensor]:
         kinds = {"conv_states": layer.conv_states, "recurrent_states": layer.recurrent_states}
