@@ -1,6 +1,7 @@
 """Where a benchmark writes, how long work takes on a device, where a GPU's time goes, and a table of it."""
 
 import contextlib
+import math
 import shutil
 import tempfile
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
 from draftsmith.core import UserError
 
@@ -82,9 +83,34 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def kernels_of(seen: profile) -> list[Any]:
+    """What ran on the GPU, copies included."""
+    return [e for e in seen.events() or [] if str(e.device_type).endswith("CUDA")]
+
+
+def busy_seconds(work: Callable[[], Any]) -> float:
+    """For which the GPU has anything to do in this work: the same without the CPU's waits between
+    kernels.
+    """
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        work()
+        torch.cuda.synchronize()
+    spans = [(e.time_range.start, e.time_range.end) for e in kernels_of(seen)]
+    return _union(spans) / 1e6
+
+
+def _union(spans: list[tuple[float, float]]) -> float:
+    """Length covered by these spans."""
+    busy, end = 0.0, -math.inf
+    for begin, until in sorted(spans):
+        busy += max(0.0, until - max(begin, end))
+        end = max(end, until)
+    return busy
+
+
 def where_time_goes(seen: profile) -> dict[str, Any]:
     """Shares by kind of kernel, the largest kernels, and the share of time that no kernel runs."""
-    kernels = [e for e in seen.events() or [] if str(e.device_type).endswith("CUDA")]
+    kernels = kernels_of(seen)
     times: dict[str, float] = defaultdict(float)
     names: dict[str, float] = defaultdict(float)
     spans = []
@@ -96,15 +122,11 @@ def where_time_goes(seen: profile) -> dict[str, Any]:
         spans.append(span)
         times[_kind(event.name)] += span[1] - span[0]
         names[event.name[:80]] += span[1] - span[0]
-    spans.sort()
-    busy, end = 0.0, spans[0][0]
-    for begin, until in spans:
-        busy += max(0.0, until - max(begin, end))
-        end = max(end, until)
+    whole = max(until for _, until in spans) - min(begin for begin, _ in spans)
     total = sum(times.values())
     largest = sorted(names.items(), key=lambda item: -item[1])[:25]
     return {
-        "gpu_idle_share": 1 - busy / (end - spans[0][0]),
+        "gpu_idle_share": 1 - _union(spans) / whole,
         "by_kind": {k: v / total for k, v in sorted(times.items(), key=lambda kv: -kv[1])},
         "largest_kernels": {name: t / total for name, t in largest},
     }

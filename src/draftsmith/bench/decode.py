@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.bench.clock import device_within, time_of, two_columns
+from draftsmith.bench.clock import busy_seconds, device_within, time_of, two_columns
 from draftsmith.bench.curves import CURVES, Curve
 from draftsmith.bench.models import BUILT_IN, config_of, drafter_shape, random_target
 from draftsmith.core import UserError
@@ -53,7 +53,7 @@ def run(
     drafter = DFlash(shape).init_weights(0).to(device, dtype).eval().requires_grad_(False)
     drafter.share(*unembed(target))
     with torch.inference_mode():
-        times = _times(target, drafter, context, tree_nodes, rounds, device)
+        times, busy = _times(target, drafter, context, tree_nodes, rounds, device)
     weights = sum(p.numel() * p.itemsize for p in _read(target))
     rate = _copy_rate(device)
     result: dict[str, Any] = {
@@ -72,6 +72,8 @@ def run(
     }
     if device.type == "cuda":
         result["peak_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)
+        result |= {f"{name}_busy_s": seconds for name, seconds in busy.items()}
+        result |= {f"busy_{k}": v for k, v in _ratios(busy, weights / rate).items()}
     result["speedups"] = [speedups(curve, times, block_size) for curve in curves]
     print(json.dumps(result, indent=1) if as_json else _table(result))
 
@@ -103,8 +105,10 @@ def _fits(context: int, block_size: int, tree_nodes: int, rounds: int, room: int
 
 def _times(
     target: Any, drafter: DFlash, context: int, tree_nodes: int, rounds: int, device: torch.device
-) -> dict[str, float]:
-    """Medians in seconds: ar, ar_commit, draft, extend, and verify and commit of chain and tree."""
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Medians in seconds: ar, ar_commit, draft, extend, and verify and commit of chain and tree; and
+    for each how long the GPU is busy, once.
+    """
     block_size, vocab = drafter.shape.block_size, drafter.shape.vocab_size
     generator = torch.Generator().manual_seed(0)
     session = TargetSession(target, list(drafter.shape.taps))
@@ -115,31 +119,35 @@ def _times(
     plain.prefill(torch.randint(vocab, (context,), generator=generator).tolist())
     drafts = {"chain": _chain(block_size, vocab, generator)}
     drafts["tree"] = _tree(block_size, tree_nodes, vocab, generator)
-    taken: dict[str, list[float]] = {}
 
-    def clock(name: str, work: Callable[[], Any]) -> Any:
-        kept: list[Any] = []
-        taken.setdefault(name, []).append(time_of(lambda: kept.append(work()), device))
-        return kept[0]
-
-    for _ in range(WARM_UP + rounds):
-        clock("ar", lambda: plain.verify([1])[0].argmax(-1).tolist())
-        clock("ar_commit", lambda: plain.commit([0]))
-        clock("draft", lambda: drafter.draft(1, cache))
+    def one_round(timed: Callable[[str, Callable[[], Any]], None]) -> None:
+        timed("ar", lambda: plain.verify([1])[0].argmax(-1).tolist())
+        timed("ar_commit", lambda: plain.commit([0]))
+        timed("draft", lambda: drafter.draft(1, cache))
         for name, draft in drafts.items():
-            ids, parents = draft.tokens, draft.parents
             states: list[Any] = []
 
-            def verify(ids: Any = ids, parents: Any = parents, states: Any = states) -> None:
-                logits, its = session.verify(ids, parents)
+            def verify(draft: Draft = draft, states: list[Any] = states) -> None:
+                logits, its = session.verify(draft.tokens, draft.parents)
                 states.append(its)
                 logits.argmax(-1).tolist()
 
-            clock(f"{name}_verify", verify)
+            timed(f"{name}_verify", verify)
             path = list(range(1 + block_size // 2))  # half of the chain, which comes first in trees
-            clock(f"{name}_commit", lambda path=path: session.commit(path))
-            clock("extend", lambda path=path, states=states: cache.append(states[0][path]))
-    return {name: statistics.median(seconds[WARM_UP:]) for name, seconds in taken.items()}
+            timed(f"{name}_commit", lambda path=path: session.commit(path))
+            timed("extend", lambda path=path, states=states: cache.append(states[0][path]))
+
+    taken: dict[str, list[float]] = {}
+
+    def clock(name: str, work: Callable[[], Any]) -> None:
+        taken.setdefault(name, []).append(time_of(work, device))
+
+    for _ in range(WARM_UP + rounds):
+        one_round(clock)
+    busy: dict[str, float] = {}
+    if device.type == "cuda":
+        one_round(lambda name, work: busy.update({name: busy_seconds(work)}))
+    return {name: statistics.median(seconds[WARM_UP:]) for name, seconds in taken.items()}, busy
 
 
 def _chain(block_size: int, vocab: int, generator: torch.Generator) -> Draft:
@@ -195,16 +203,22 @@ def speedups(curve: Curve, times: dict[str, float], block_size: int) -> dict[str
     }
 
 
+def _busy(result: dict[str, Any]) -> str:
+    """What a server that launches whole graphs would see."""
+    said = f"{result['ar_busy_s'] * 1e3:,.2f} ms, {result['busy_ar_over_weights_once']:.2f}x the weights"
+    for name in ("chain", "tree"):
+        said += f"; {name} {result[f'busy_{name}_verify_over_ar']:.2f}x"
+    return said
+
+
 def _table(result: dict[str, Any]) -> str:
     def ms(name: str) -> str:
         return f"{result[name + '_s'] * 1e3:,.2f} ms"
 
+    once = f"{result['ar_over_weights_once']:.2f}x of {ms('weights_once')}"
     rows = [
         ("autoregressive step", ms("ar")),
-        (
-            "  over reading the weights once",
-            f"{result['ar_over_weights_once']:.2f}x of {ms('weights_once')}",
-        ),
+        ("  over reading the weights once", once),
         ("  copy rate, read and written", f"{result['copy_bytes_per_s'] / 1e9:,.0f} GB/s"),
         ("drafter's block, its context", f"{ms('draft')}, {ms('extend')}"),
     ]
@@ -214,7 +228,8 @@ def _table(result: dict[str, Any]) -> str:
         share = f"{result[f'{name}_commit_share']:.1%} of a round"
         rows.append((f"{name}: verify {nodes}", f"{ms(f'{name}_verify')}, {over}"))
         rows.append((f"{name}: commit", f"{ms(f'{name}_commit')}, {share}"))
-    if "peak_gib" in result:
+    if "ar_busy_s" in result:
+        rows.append(("the GPU's part alone: step", _busy(result)))
         rows.append(("peak memory", f"{result['peak_gib']:.1f} GiB"))
     for s in result["speedups"]:
         said = f"chain tau {s['chain_tau']:.2f}: {s['chain_speedup']:.2f}x"

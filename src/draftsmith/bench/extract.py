@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from draftsmith.bench.clock import (
 )
 from draftsmith.bench.models import BUILT_IN, config_of, random_target
 from draftsmith.config import Codec
-from draftsmith.core import Sample, UserError
+from draftsmith.core import RowPlan, Sample, UserError
 from draftsmith.extract.plan import plan_shards
 from draftsmith.extract.worker import AHEAD, run_shards
 from draftsmith.store.shards import KIND, SampleFeatures
@@ -43,6 +44,9 @@ from draftsmith.target.selftest import self_test
 from draftsmith.target.taps import auto_taps
 
 REPEATS = 5
+SEEN_TOKENS = 16
+SPARE_ROWS = 2
+WARM_ROWS = 4
 
 
 def run(
@@ -72,9 +76,8 @@ def run(
     built_s = time.monotonic() - begun
     layers = config.num_hidden_layers
     taps = taps or (BUILT_IN[model][0] if model in BUILT_IN else auto_taps(layers, 5))
-    samples = _samples(median, sigma, longest, row_tokens * num_rows, config.vocab_size)
-    plan = (plan_packed_rows if packed else plan_rows)(
-        [len(s.input_ids) for s in samples], tokens_per_batch=row_tokens, seed=0
+    samples, plan = _planned(
+        median, sigma, longest, row_tokens, num_rows, packed, config.vocab_size
     )
     forward = StatesForward(target, taps, "none", dtype, row_tokens=row_tokens if packed else None)
     begun = time.monotonic()
@@ -82,12 +85,17 @@ def run(
     planned = [[samples[i] for i in row] for row in plan.rows]
     forward(planned[0]).features()
     warm_s = time.monotonic() - begun
-    products = _products(forward, planned[0])
+    products = _products(forward, _tokens_of(planned[0], row_tokens, packed))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     ceilings, _ = [time_of(products, device) for _ in range(2)], wait_for(device)
     token_bytes = len(taps) * config.hidden_size * dtype.itemsize
-    shards = plan_shards(plan, [len(s.input_ids) for s in samples], token_bytes, shard_bytes)
+    lengths = [len(s.input_ids) for s in samples]
+    shards = plan_shards(plan, lengths, token_bytes, shard_bytes)
+    few = plan_shards(replace(plan, rows=plan.rows[:WARM_ROWS]), lengths, token_bytes, shard_bytes)
+    _write(
+        forward, samples, few, codec, folder
+    )  # memory that is touched for the first time is slow
     whole, waited = _write(forward, samples, shards, codec, folder)
     row_s = []
     for _ in range(REPEATS):
@@ -136,6 +144,41 @@ def _packed(rows: str, model_type: str, device: torch.device) -> bool:
     if rows != "auto":
         return rows == "packed"
     return device.type == "cuda" and can_pack(model_type) and has_kernels(model_type)
+
+
+def _planned(
+    median: int,
+    sigma: float,
+    longest: int,
+    row_tokens: int,
+    num_rows: int,
+    packed: bool,
+    vocab: int,
+) -> tuple[list[Sample], RowPlan]:
+    """Samples and their rows: the fullest of a few more, since a real plan's last window is a small
+    part of it and here would be most.
+    """
+    spare = SPARE_ROWS if packed else 0
+    drawn = _samples(median, sigma, longest, row_tokens * (num_rows + spare), vocab)
+    plan = (plan_packed_rows if packed else plan_rows)(
+        [len(s.input_ids) for s in drawn], tokens_per_batch=row_tokens, seed=0
+    )
+
+    def held(row: list[int]) -> int:
+        return sum(len(drawn[i].input_ids) for i in row)
+
+    fullest = sorted(plan.rows, key=held, reverse=True)[:num_rows] if packed else plan.rows
+    number = {i: n for n, i in enumerate(i for row in fullest for i in row)}
+    samples = [Sample(n, drawn[i].input_ids, drawn[i].loss_mask) for i, n in number.items()]
+    rows = [[number[i] for i in row] for row in fullest]
+    padded = row_tokens * len(rows) if packed else plan.padded_tokens
+    return samples, RowPlan(rows=rows, num_tokens=sum(map(held, fullest)), padded_tokens=padded)
+
+
+def _tokens_of(row: list[Sample], row_tokens: int, packed: bool) -> int:
+    """Of the row as it runs, padding included."""
+    lengths = [len(s.input_ids) for s in row]
+    return max(row_tokens, sum(lengths)) if packed else len(row) * max(lengths)
 
 
 def _samples(median: int, sigma: float, longest: int, tokens: int, vocab: int) -> list[Sample]:
@@ -192,30 +235,28 @@ class _TimedWriter(ShardWriter):
         self.waited_s += time.monotonic() - begun
 
 
-def _products(forward: StatesForward, row: list[Sample]) -> Callable[[], None]:
-    """The matrix products that this row makes, as a function that makes them alone."""
-    shapes: list[tuple[Tensor, int]] = []
-
-    def see(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
-        shapes.append((module.weight, args[0].numel() // args[0].shape[-1]))
-
+def _products(forward: StatesForward, tokens: int) -> Callable[[], None]:
+    """The matrix products that a row of so many tokens makes, as a function that makes them alone. They
+    are seen on a short padded row, which runs no compiled function: those hide them.
+    """
+    seen: list[Tensor] = []
     handles = [
-        module.register_forward_hook(see)
+        module.register_forward_hook(lambda module, args, output: seen.append(module.weight))
         for module in forward.decoder.modules()
         if isinstance(module, nn.Linear)
     ]
-    forward(row).features()
+    forward.launch([Sample(-1, [1] * SEEN_TOKENS, [1] * SEEN_TOKENS)], None).features()
     for handle in handles:
         handle.remove()
-    inputs: dict[tuple[int, int], Tensor] = {}
-    for weight, count in shapes:
-        size = (count, weight.shape[1])
-        inputs.setdefault(size, torch.randn(size, device=weight.device, dtype=weight.dtype))
+    assert seen, "a decoder has matrix products"
+    widths = {weight.shape[1] for weight in seen}
+    like = {"device": seen[0].device, "dtype": seen[0].dtype}
+    inputs = {width: torch.randn(tokens, width, **like) for width in widths}
 
     def replay() -> None:
         with torch.inference_mode():
-            for weight, count in shapes:
-                F.linear(inputs[count, weight.shape[1]], weight)
+            for weight in seen:
+                F.linear(inputs[weight.shape[1]], weight)
 
     return replay
 

@@ -1,5 +1,6 @@
 """Writing a store's shards while the next ones are computed, within a budget."""
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
@@ -20,13 +21,18 @@ from draftsmith.store.shards import (
 
 MANIFEST_BYTES = 16 << 10
 """What a budget keeps back for the manifest's fixed part and the index's header."""
+THREADS = 4
+"""Shards under way. One thread checks, hashes and writes 0.3-0.5 GB/s; a 27B target on an H200 makes
+0.6 GB/s.
+"""
 
 
 class ShardWriter:
-    """Encodes and writes one shard in a thread while the target computes the next.
+    """Encodes and writes shards in threads while the target computes the next.
 
     `room`: bytes that are left of the store's budget; None: no bound. The shard that does not fit is
-    written with the samples that do, and from then on the writer is `full`.
+    written with the samples that do, and from then on the writer is `full`. With a budget, and
+    `in_order`, one shard is begun when the one before is whole.
     """
 
     def __init__(
@@ -36,42 +42,45 @@ class ShardWriter:
         said: dict[str, str],
         event: Callable[..., None],
         room: int | None = None,
+        *,
+        in_order: bool = False,
     ) -> None:
         self._store, self._said, self._event, self._room = store, said, event, room
         self._codec: Codec = codec
-        self._thread = ThreadPoolExecutor(1, "shard-writer")
-        self._pending: tuple[str, int, Future[tuple[int, int]]] | None = None
+        self._most = 1 if in_order or room is not None else THREADS
+        self._threads = ThreadPoolExecutor(self._most, "shard-writer")
+        self._pending: deque[tuple[str, int, Future[tuple[int, int]]]] = deque()
         self.full = False
 
     def __enter__(self) -> Self:
         return self
 
     def put(self, name: str, samples: list[SampleFeatures]) -> None:
-        """Write this shard once the one before is written, unless the budget is spent. Raises what
-        went wrong there.
+        """Write this shard once there is a thread for it, unless the budget is spent. Raises what went
+        wrong with an earlier one.
         """
-        self._wait()
+        if len(self._pending) == self._most:
+            self._wait()
         if not self.full:
             args = (self._store, name, samples, self._codec, self._said, self._room)
-            self._pending = (name, len(samples), self._thread.submit(write_shard, *args))
+            self._pending.append((name, len(samples), self._threads.submit(write_shard, *args)))
 
     def _wait(self) -> None:
-        if self._pending is not None:
-            name, count, job = self._pending
-            self._pending = None
-            written, taken = job.result()
-            if self._room is not None:
-                self._room -= taken
-                self.full = written < count
-            if written:
-                self._event("shard", name=name)
+        """For the first that is under way."""
+        name, count, job = self._pending.popleft()
+        written, taken = job.result()
+        if self._room is not None:
+            self._room -= taken
+            self.full = written < count
+        if written:
+            self._event("shard", name=name)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
-            if kind is None:
+            while kind is None and self._pending:
                 self._wait()
         finally:
-            self._thread.shutdown()
+            self._threads.shutdown()
 
 
 def room_left(store: Place, sizes: dict[str, int], max_bytes: int) -> int:
@@ -108,7 +117,7 @@ class WriteThrough:
             for sample_id in open_shard(store, name).small["sample_ids"].tolist()
         }
         room = None if max_bytes is None else room_left(store, sizes, max_bytes)
-        self._writer = ShardWriter(store, inputs["codec"], self._said, event, room)
+        self._writer = ShardWriter(store, inputs["codec"], self._said, event, room, in_order=True)
         self._held: list[SampleFeatures] = []
         self._held_bytes = 0
 

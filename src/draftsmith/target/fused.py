@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 CLASSES = re.compile(r"RMSNorm(Gated)?$|MLP$")
 FUNCTIONS = ("apply_rotary_pos_emb",)
@@ -36,6 +36,21 @@ def fused(decoder: nn.Module) -> Iterator[None]:
     finally:
         for holder, name, original in restore:
             setattr(holder, name, original)
+
+
+def normed_apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k [1, T, Hk, K] with L2 norm 1 a head, v [1, T, H, V], each contiguous: they are parts of one
+    projection, fla's kernels want them whole, and eager strided copies run at a third of the rate.
+    """
+    return _compile((__name__, "_normed_apart"), _normed_apart)(q, k, v)
+
+
+def _normed_apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def unit(x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    return unit(q).contiguous(), unit(k).contiguous(), v.contiguous()
 
 
 def _small(module: Any) -> list[tuple[Any, str, tuple[str, str]]]:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from draftsmith.target.fused import fused
+from draftsmith.target.fused import fused, normed_apart
 
 ATTENTION = "draftsmith_packed"
 CHUNK, CONV = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
@@ -232,13 +232,14 @@ def _fla_rule(row: PackedRow) -> Callable[..., tuple[Tensor, None]]:
     def rule(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        assert kwargs.get("use_qk_l2norm_in_kernel", False), "every GDN family norms in the kernel"
+        q, k, v = normed_apart(q, k, v)
         out, _ = chunk_gated_delta_rule(
             q,
             k,
             v,
             g=g,
             beta=beta,
-            use_qk_l2norm_in_kernel=kwargs.get("use_qk_l2norm_in_kernel", False),
             cu_seqlens=row.cu_seqlens.to(q.device),  # layers may be on several GPUs
             **options,
         )
