@@ -164,7 +164,7 @@ def specforge(args: argparse.Namespace, shape: dict[str, Any], device: torch.dev
     if args.liger:
         from specforge.modeling.draft.dflash_kernels import load_liger_dflash_kernels
 
-        options["kernels"] = load_liger_dflash_kernels()
+        options["dflash_kernels"] = load_liger_dflash_kernels()
     with device:
         draft = DFlashDraftModel(config, **options).to(torch.bfloat16)
         embedding = nn.Embedding(shape["vocab_size"], shape["hidden_size"]).to(torch.bfloat16)
