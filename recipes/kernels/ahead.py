@@ -107,13 +107,17 @@ def packed_layer() -> None:
     """The mixer's part of one layer over a packed row: convolution and chunk rule."""
     import torch
 
+    from draftsmith.target.conv_triton import conv_split
     from draftsmith.target.packed import _fla_conv, _fla_rule, pack
 
     row = pack([[0] * 300, [0] * 37, [0] * 600], pad_to=TOKENS)
     channels = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
     x = torch.zeros(1, channels, TOKENS, dtype=torch.bfloat16)
     conv = _fla_conv(row)
-    conv(x, torch.zeros(channels, TAPS, dtype=torch.bfloat16), None, "silu")
+    weight = torch.zeros(channels, TAPS, dtype=torch.bfloat16)
+    conv(x, weight, None, "silu")
+    sizes = (KEY_HEADS, WIDTH, VALUE_HEADS, WIDTH)
+    conv_split(x.transpose(1, 2).contiguous(), weight, row.position_ids[0], sizes)
     q, k, v = (torch.zeros(1, TOKENS, VALUE_HEADS, WIDTH, dtype=torch.bfloat16) for _ in "qkv")
     g = torch.zeros(1, TOKENS, VALUE_HEADS)
     beta = torch.zeros(1, TOKENS, VALUE_HEADS, dtype=torch.bfloat16)

@@ -1,5 +1,7 @@
 """Packed rows are exact: every sample as if it were alone, at every layer, on every packable family."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from draftsmith.core import FaultFound, Sample
 from draftsmith.target import packed as packed_module
 from draftsmith.target.forward import StatesForward
 from draftsmith.target.load import text_decoder
-from draftsmith.target.packed import PackedRow, can_pack, pack, packed
+from draftsmith.target.packed import can_pack, pack, packed
 from draftsmith.target.rows import plan_packed_rows
 from draftsmith.target.selftest import self_test
 from draftsmith.target.taps import capture
@@ -82,7 +84,7 @@ def plant(monkeypatch, leak: str) -> None:
         def running_on(samples, **options):
             row = pack(samples, **options)
             positions = torch.arange(row.bounds[-1])[None]
-            return PackedRow(row.input_ids, positions, row.cu_seqlens, row.bounds)
+            return replace(row, position_ids=positions)
 
         monkeypatch.setattr("draftsmith.target.forward.pack", running_on)
 

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from draftsmith.core import UserError
 
 KINDS = {  # kernels by what their names say
+    "attention": ("flash", "fmha", "attention"),  # whose names say cutlass too
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "matmul", "splitkreduce"),
-    "attention": ("flash", "fmha", "attention"),
     "recurrence": ("chunk_", "delta", "solve_tril", "recompute_w", "cumsum", "l2norm"),
     "convolution": ("conv",),
     "copies": ("memcpy", "memset", "copy_kernel", "direct_copy"),

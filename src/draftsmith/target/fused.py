@@ -38,11 +38,16 @@ def fused(decoder: nn.Module) -> Iterator[None]:
             setattr(holder, name, original)
 
 
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A small function, compiled once for each shape of its tensors."""
+    return _compile((function.__module__, function.__name__), function)
+
+
 def normed_apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q and k [1, T, Hk, K] with L2 norm 1 a head, v [1, T, H, V], each contiguous: they are parts of one
     projection, fla's kernels want them whole, and eager strided copies run at a third of the rate.
     """
-    return _compile((__name__, "_normed_apart"), _normed_apart)(q, k, v)
+    return (compiled(_normed_apart) if q.is_cuda else _normed_apart)(q, k, v)
 
 
 def _normed_apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,9 +3,9 @@
 Attention layers run per sample (torch's varlen kernel on a GPU); Gated DeltaNet layers reset their
 state and their convolution at every boundary (fla's kernels with cu_seqlens on a GPU). Positions
 start anew in each sample. No mask tensor is ever built. Transformers resolves the layer's functions
-as module globals at call time, so no forward is rewritten here; its own packed path leaks three
-tokens of convolution over every boundary when causal-conv1d is missing, and says nothing
-(docs/hybrids.md).
+as module globals at call time, so forwards need not be rewritten, and are not but for one family's
+speed (qwen3_5_rows.py); its own packed path leaks three tokens of convolution over every boundary when
+causal-conv1d is missing, and says nothing (docs/hybrids.md).
 
 Shapes: T tokens of the row, S samples, D channels, H heads, K/V head dims.
 """
@@ -23,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from draftsmith.target import qwen3_5_rows
 from draftsmith.target.fused import fused, normed_apart
+from draftsmith.target.qwen3_5_rows import Pieces, own_layers
 
 ATTENTION = "draftsmith_packed"
 CHUNK, CONV = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
@@ -34,11 +36,14 @@ ATTENTION_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One row: ids and positions [1, T], the samples' boundaries [S + 1] as int32 and as a list."""
+    """One row: ids and positions [1, T], the samples' boundaries [S + 1] as int32, here and on the CPU,
+    and as a list.
+    """
 
     input_ids: Tensor
     position_ids: Tensor
     cu_seqlens: Tensor
+    cu_seqlens_cpu: Tensor
     bounds: list[int]
 
     @property
@@ -64,12 +69,17 @@ def pack(
     for row in rows:
         bounds.append(bounds[-1] + len(row))
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    return PackedRow(
-        torch.tensor([[i for row in rows for i in row]]).to(device, non_blocking=True),
-        positions[None].to(device, non_blocking=True),
-        torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True),
-        bounds,
-    )
+    ids = torch.tensor([[i for row in rows for i in row]])
+    cpu = torch.tensor(bounds, dtype=torch.int32)
+    moved = (_moved(x, device) for x in (ids, positions[None], cpu))
+    return PackedRow(*moved, cpu, bounds)
+
+
+def _moved(x: Tensor, device: torch.device | str) -> Tensor:
+    """To the device without waiting for what runs there: from page-locked memory."""
+    if torch.device(device).type != "cuda":
+        return x
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def can_pack(model_type: str) -> bool:
@@ -98,7 +108,12 @@ def packed(model: PreTrainedModel, decoder: nn.Module, row: PackedRow) -> Iterat
         for name in names:
             setattr(module, name, own[name])
         model.set_attn_implementation(ATTENTION)
-        with fused(decoder) if gpu else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if gpu:
+                stack.enter_context(fused(decoder))
+            if qwen3_5_rows.fits(decoder):
+                pieces = Pieces(row.position_ids[0], own[CHUNK], own[CONV], _attention)
+                stack.enter_context(own_layers(decoder, pieces))
             yield
     finally:
         _rows.pop()
@@ -225,15 +240,13 @@ def _fla_rule(row: PackedRow) -> Callable[..., tuple[Tensor, None]]:
         chunk_gated_delta_rule,
     )
 
-    cpu = torch.tensor(row.bounds, dtype=torch.int32)
-    known = inspect.signature(chunk_gated_delta_rule).parameters
-    options = {"cu_seqlens_cpu": cpu} if "cu_seqlens_cpu" in known else {}
+    options = _cpu_bounds(chunk_gated_delta_rule, row)
 
     def rule(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        assert kwargs.get("use_qk_l2norm_in_kernel", False), "every GDN family norms in the kernel"
-        q, k, v = normed_apart(q, k, v)
+        if kwargs.get("use_qk_l2norm_in_kernel", False):
+            q, k, v = normed_apart(q, k, v)
         out, _ = chunk_gated_delta_rule(
             q,
             k,
@@ -251,6 +264,8 @@ def _fla_rule(row: PackedRow) -> Callable[..., tuple[Tensor, None]]:
 def _fla_conv(row: PackedRow) -> Callable[..., Tensor]:
     from fla.modules.convolution import causal_conv1d  # pyright: ignore[reportMissingImports]
 
+    options = _cpu_bounds(causal_conv1d, row)
+
     def conv(
         x: Tensor,
         weight: Tensor,
@@ -261,8 +276,14 @@ def _fla_conv(row: PackedRow) -> Callable[..., Tensor]:
         x_BTD = x.transpose(1, 2).contiguous()
         bounds = row.cu_seqlens.to(x.device)
         y, _state = causal_conv1d(
-            x_BTD, weight=weight, bias=bias, activation=activation, cu_seqlens=bounds
+            x_BTD, weight=weight, bias=bias, activation=activation, cu_seqlens=bounds, **options
         )
         return y.transpose(1, 2)
 
     return conv
+
+
+def _cpu_bounds(kernel: Callable[..., Any], row: PackedRow) -> dict[str, Tensor]:
+    """The boundaries on the CPU, for a kernel that would else wait for the GPU to read them."""
+    known = "cu_seqlens_cpu" in inspect.signature(kernel).parameters
+    return {"cu_seqlens_cpu": row.cu_seqlens_cpu} if known else {}
