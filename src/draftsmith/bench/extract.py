@@ -240,8 +240,12 @@ def _products(forward: StatesForward, tokens: int) -> Callable[[], None]:
     are seen on a short padded row, which runs no compiled function: those hide them.
     """
     seen: list[Tensor] = []
+
+    def see(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.append(module.weight)
+
     handles = [
-        module.register_forward_hook(lambda module, args, output: seen.append(module.weight))
+        module.register_forward_hook(see)
         for module in forward.decoder.modules()
         if isinstance(module, nn.Linear)
     ]

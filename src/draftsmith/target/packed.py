@@ -71,8 +71,8 @@ def pack(
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     ids = torch.tensor([[i for row in rows for i in row]])
     cpu = torch.tensor(bounds, dtype=torch.int32)
-    moved = (_moved(x, device) for x in (ids, positions[None], cpu))
-    return PackedRow(*moved, cpu, bounds)
+    ids, positions, here = (_moved(x, device) for x in (ids, positions[None], cpu))
+    return PackedRow(ids, positions, here, cpu, bounds)
 
 
 def _moved(x: Tensor, device: torch.device | str) -> Tensor:
