@@ -64,7 +64,13 @@ def test_compiled_ahead_of_time_it_fits_every_gpu(arch):
 
     for norm in (True, False):
         constants = {"HEAD": 128, "W": 4, "NORM": norm, "BLOCK_T": BLOCK_T}
-        pointers = {"x": "*bf16", "weight": "*bf16", "positions": "*i64", "out": "*bf16", "eps": "fp32"}
+        pointers = {
+            "x": "*bf16",
+            "weight": "*bf16",
+            "positions": "*i64",
+            "out": "*bf16",
+            "eps": "fp32",
+        }
         signature = {
             name: "constexpr" if name in constants else pointers.get(name, "i32")
             for name in conv_kernel.arg_names

@@ -12,7 +12,6 @@ Shapes: T tokens, D channels, W taps, Hk/H key and value heads, K/V head sizes.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,7 +39,9 @@ def conv_kernel(
         ww = tl.load(weight + c * W + tap).to(tl.float32)
         y += xx.to(tl.float32) * ww[None, :]
     y = y * tl.sigmoid(y)
-    y = y.to(out.dtype.element_ty).to(tl.float32)  # the convolution's output is rounded, as elsewhere
+    y = y.to(out.dtype.element_ty).to(
+        tl.float32
+    )  # the convolution's output is rounded, as elsewhere
     if NORM:
         y = y * tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
     part, mine = head // heads, head % heads
