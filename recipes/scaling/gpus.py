@@ -47,7 +47,8 @@ def main() -> None:
     rates: dict[str, dict[str, float]] = {}
     for what in args.what:
         for count in args.gpus:
-            kept = args.out / f"{what}-{count}.json"
+            alone = "train" if what != "extract" and count == 1 else what  # one rank shares nothing
+            kept = args.out / f"{alone}-{count}.json"
             if not kept.exists():
                 measure = extraction if what == "extract" else training
                 kept.write_text(json.dumps(measure(args, what, count)))
