@@ -46,7 +46,9 @@ def main(run: Path, out: Path) -> None:
         ]
         lines.append(json.dumps({"messages": messages}))
     out.write_text("\n".join(lines) + "\n")
-    print(f"{out}: {len(lines)} conversations; {missing} prompts of this Python's library not found")
+    print(
+        f"{out}: {len(lines)} conversations; {missing} prompts of this Python's library not found"
+    )
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ class Pieces:
 
 def fits(decoder: nn.Module) -> bool:
     """Whether this decoder is of these families, unquantised and without biases on what is merged."""
-    model_type = getattr(getattr(decoder, "config", None), "model_type", None)
-    if model_type not in FAMILIES:
+    config = getattr(decoder, "config", None)
+    if getattr(config, "model_type", None) not in FAMILIES or config.hidden_act != "silu":  # type: ignore[union-attr]
         return False
     wanted = {*GDN, *ATTENTION, *MLP, "o_proj", "out_proj", "down_proj"}
     found = [module for name, module in decoder.named_modules() if name.split(".")[-1] in wanted]
