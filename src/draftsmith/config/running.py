@@ -10,7 +10,7 @@ from draftsmith.config.base import Section
 
 SUITES = (
     "held_out", "gsm8k", "math500", "aime24", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench",
-    "alpaca", "swe-bench-lite",
+    "alpaca", "swe-bench-lite", "bfcl",
 )  # fmt: skip
 Method = Literal["ar", "lookup", "mtp", "chain", "tree", "untrained", "shuffled"]
 
@@ -19,7 +19,7 @@ class EvaluateConfig(Section):
     suites: Annotated[list[str], Field(min_length=1)] = ["held_out"]
     """Prompt sets: held_out, benchmarks by name (docs/decoding.md), or files of your own (.jsonl)."""
     data: dict[str, str] = {}
-    """A benchmark's file (.jsonl, .jsonl.gz, .parquet) in place of the hub's, by its name."""
+    """A benchmark's file (.jsonl, .json of a row a line, .jsonl.gz, .parquet) in place of the hub's, by its name."""
     thinking: bool | None = None
     """The template's enable_thinking for benchmarks; null: as tokenize.template_kwargs says."""
     drafter: str | None = None
