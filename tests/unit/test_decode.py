@@ -271,7 +271,7 @@ def test_convolutions_walk_ancestors(history):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_moe", "gemma3"])
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_moe", "gemma3", "gpt_oss"])
 def test_trees_leave_the_autoregressive_text(family, dtype):
     model, prompt, want = written(family, dtype)
     for seed, block in ((1, 4), (2, 9)):

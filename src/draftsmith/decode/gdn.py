@@ -84,6 +84,16 @@ class Stash:
         u = self.u.index_select(2, index)
         state_BHKV.mul_(leaf.exp()[..., None]).add_(k.transpose(-1, -2) @ u)
 
+    def fold_each(self, state_BHKV: Tensor, length_B: Tensor) -> None:
+        """The same of a chain, of which each row keeps its own first tokens (one at least)."""
+        decay = self.log_decay  # [B, H, T]
+        at = (length_B - 1)[:, None, None].expand(-1, decay.shape[1], 1)
+        leaf = decay.gather(2, at)
+        kept = torch.arange(decay.shape[2], device=decay.device) < length_B[:, None, None]
+        weight = (leaf - decay).masked_fill(~kept, float("-inf")).exp()
+        k = _repeat(self.k, self.u.shape[1]) * weight[..., None]
+        state_BHKV.mul_(leaf.exp()[..., None]).add_(k.transpose(-1, -2) @ self.u)
+
 
 def gdn_block(
     q_BTHK: Tensor,

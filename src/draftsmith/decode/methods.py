@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 
 from draftsmith.config import RunConfig
 from draftsmith.core import Sample, UserError
+from draftsmith.decode.batch_session import BatchSession
 from draftsmith.decode.ends import AnswerEnd
 from draftsmith.decode.forced import forced_gaps
 from draftsmith.decode.mtp import MTPHead, MTPProposer, load_mtp
 from draftsmith.decode.propose import DraftProposer, LookupProposer, NoProposer, Proposer
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.session import TargetSession
-from draftsmith.decode.speculate import Trace, speculate
+from draftsmith.decode.speculate import Trace, speculate, speculate_batch
 from draftsmith.drafter.checkpoint import load_drafter
 from draftsmith.drafter.model import DFlash
 from draftsmith.target.load import text_decoder, unembed
@@ -68,29 +69,36 @@ def measure(
     *,
     follow: Follow = lambda prompt, answer: None,
 ) -> list[Answered]:
-    """Every method's trace of every prompt and of the turns that follow it. Methods take turns prompt
-    by prompt, so that machine noise hits all alike. A prompt's traces are a line of the file `kept`;
-    those that are there already are not made again.
+    """Every method's trace of every prompt and of the turns that follow it, `evaluate.batch` prompts
+    at a time. Methods take turns batch by batch, so that machine noise hits all alike. A prompt's
+    traces are a line of the file `kept`; those that are there already are not made again.
     """
     decode = _Decoder(cfg, target, checkpoint, eos)
-    methods = cfg.evaluate.methods
+    methods, size = cfg.evaluate.methods, cfg.evaluate.batch
     old, out = _read_kept(kept), []
     progress(len(old) * len(methods))
-    decode("ar", prompts[0], prompts[0])  # warm up
-    for i, first in enumerate(prompts):
-        other, prompt = prompts[(i + 1) % len(prompts)], first
-        while prompt is not None:
-            if len(out) < len(old):
-                traces = {name: Trace(**old[len(out)][name]) for name in methods}
-            else:
-                traces = {name: decode(name, prompt, other) for name in methods}
-                _force(target, prompt, traces, cfg.evaluate.temperature > 0)
-                with open(kept, "a") as file:
-                    file.write(json.dumps({name: asdict(t) for name, t in traces.items()}) + "\n")
-            out.append((prompt, traces))
+    decode("ar", prompts[:1], prompts[:1])  # warm up
+    others = [*prompts[1:], prompts[0]]
+    for i in range(0, len(prompts), size):
+        batch, its_others = prompts[i : i + size], others[i : i + size]
+        while batch:
+            lines = old[len(out) : len(out) + len(batch)]
+            answers = [{name: Trace(**line[name]) for name in methods} for line in lines]
+            if len(answers) < len(batch):
+                made = {name: decode(name, batch, its_others) for name in methods}
+                for row in range(len(answers), len(batch)):
+                    answers.append({name: made[name][row] for name in methods})
+                    _force(target, batch[row], answers[row], cfg.evaluate.temperature > 0)
+                _keep(kept, answers[len(lines) :])
+            out += zip(batch, answers, strict=True)
             shown = {f"tau_{m}": _running_tau(out, m) for m in methods if m != "ar"}
             progress(len(out) * len(methods), **shown)
-            prompt = follow(prompt, traces["ar"].tokens)
+            turned = [
+                (follow(prompt, traces["ar"].tokens), other)
+                for prompt, traces, other in zip(batch, answers, its_others, strict=True)
+            ]
+            batch = [prompt for prompt, _ in turned if prompt is not None]
+            its_others = [other for prompt, other in turned if prompt is not None]
     if not any(traces["ar"].emitted for _, traces in out):
         raise UserError(
             where="evaluate",
@@ -102,7 +110,7 @@ def measure(
 
 
 class _Decoder:
-    """One method on one prompt; `other` is the prompt whose features the control shuffled takes."""
+    """One method on a batch of prompts; `others` are those whose features the control shuffled takes."""
 
     def __init__(
         self, cfg: RunConfig, target: PreTrainedModel, checkpoint: Path, eos: list[int]
@@ -116,21 +124,35 @@ class _Decoder:
         text = target.config.get_text_config(decoder=True)
         self._context = getattr(text, "max_position_embeddings", 0) or 0
 
-    def __call__(self, method: str, prompt: Prompt, other: Prompt) -> Trace:
+    def __call__(self, method: str, prompts: list[Prompt], others: list[Prompt]) -> list[Trace]:
+        samplings = [self._sampling(prompt) for prompt in prompts]
+        ends = [self._end(prompt) for prompt in prompts]
+        proposers = [
+            self._proposer(method, other, sampling)
+            for other, sampling in zip(others, samplings, strict=True)
+        ]
+        taps, ids = self._taps_of(method), [prompt.ids for prompt in prompts]
+        if self._cfg.evaluate.batch > 1:
+            session = BatchSession(self._target, taps)
+            return speculate_batch(session, ids, proposers, ends, samplings)
+        alone = TargetSession(self._target, taps)
+        return [speculate(alone, ids[0], proposers[0], ends[0], samplings[0])]
+
+    def _sampling(self, prompt: Prompt) -> Sampling:
         cfg = self._cfg.evaluate
-        sampling = Sampling(
+        return Sampling(
             cfg.temperature, cfg.top_p, cfg.top_k,
             seed=self._cfg.seed * 1_000_003 + prompt.sample_id,
         )  # fmt: skip
+
+    def _end(self, prompt: Prompt) -> AnswerEnd:
+        cfg = self._cfg.evaluate
         room = max(2, self._context - len(prompt.ids)) if self._context else cfg.max_new_tokens
-        end = AnswerEnd(
+        return AnswerEnd(
             eos_ids=self._eos,
             max_new_tokens=min(cfg.max_new_tokens, room),
             loop_ngram=cfg.loop_ngram,
         )
-        session = TargetSession(self._target, self._taps_of(method))
-        proposer = self._proposer(method, other, sampling)
-        return speculate(session, prompt.ids, proposer, end, sampling)
 
     def _taps_of(self, method: str) -> list[int]:
         if method == "mtp":
@@ -162,6 +184,13 @@ def _force(
         if not sampled and trace.tokens != traces["ar"].tokens:
             gaps = forced_gaps(target, prompt.ids, trace.tokens)
             traces[name] = replace(trace, forced_gaps=gaps)
+
+
+def _keep(path: Path, answers: list[dict[str, Trace]]) -> None:
+    with open(path, "a") as file:
+        for traces in answers:
+            line = {name: asdict(trace) for name, trace in traces.items()}
+            file.write(json.dumps(line) + "\n")
 
 
 def _read_kept(path: Path) -> list[dict[str, Any]]:

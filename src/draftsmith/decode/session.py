@@ -41,6 +41,29 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
+def attention_masks(
+    model: PreTrainedModel, seen_BTn: Tensor, at_BT: Tensor, keys_Bn: Tensor
+) -> Tensor | dict[str, Tensor]:
+    """What attention layers take as [B, 1, T, n]: `seen` is True where a token may look, `at` and
+    `keys` are the positions of the tokens and of the keys. A mask by layer type when the model has
+    sliding layers.
+    """
+    config = model.config.get_text_config(decoder=True)
+
+    def given(seen: Tensor) -> Tensor:
+        if config._attn_implementation != "eager":
+            return seen[:, None]
+        # eager attention adds the mask to the scores: a boolean one would add 1 and hide nothing
+        hidden = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
+        return hidden.masked_fill(~seen, torch.finfo(model.dtype).min)[:, None]
+
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" not in (getattr(config, "layer_types", None) or []) or not window:
+        return given(seen_BTn)
+    near = at_BT[:, :, None] - keys_Bn[:, None] < window
+    return {"full_attention": given(seen_BTn), "sliding_attention": given(seen_BTn & near)}
+
+
 class TargetSession:
     """The target on one prompt. `taps` may be empty when no features are wanted."""
 
@@ -128,21 +151,12 @@ class TargetSession:
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), features
 
     def _mask(self, block: Block) -> Any:
-        """True where a node may look: [1, 1, T, committed + T], a layer type each when the model has
-        sliding layers.
-        """
+        device = block.seen.device
         past = block.seen.new_ones(len(block.parents), self.num_committed)
-        full = torch.cat([past, block.seen], dim=1)[None, None]
-        config = self.model.config.get_text_config(decoder=True)
-        window = getattr(config, "sliding_window", None)
-        if "sliding_attention" not in (getattr(config, "layer_types", None) or []) or not window:
-            return full
-        at = self.num_committed + torch.tensor(block.depths, device=full.device)
-        keys = torch.cat([torch.arange(self.num_committed, device=full.device), at])
-        return {
-            "full_attention": full,
-            "sliding_attention": full & (at[:, None] - keys[None] < window),
-        }
+        at = self.num_committed + torch.tensor(block.depths, device=device)
+        keys = torch.cat([torch.arange(self.num_committed, device=device), at])
+        seen = torch.cat([past, block.seen], dim=1)
+        return attention_masks(self.model, seen[None], at[None], keys[None])
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor([ids], device=self.model.device)

@@ -16,11 +16,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from huggingface_hub import hf_hub_download
 
 from draftsmith import files
 from draftsmith.config import RunConfig
 from draftsmith.core import UserError
 from draftsmith.decode.methods import Prompt
+from draftsmith.evaluate import bfcl
 from draftsmith.target.load import TargetInfo, check_ids
 from draftsmith.tokenize.template import render_prompt
 
@@ -30,70 +32,69 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Where a set comes from on the hub, and the user's turns of a row."""
+    """Where a set comes from on the hub, and how a row reads as one of your own files' (`own_turns`; its
+    category is the domain). `file`: one of the set's files in place of what the hub makes of them.
+    """
 
     hub: str
     split: str
-    turns: Callable[[Row], list[str]]
-    domain: Callable[[Row], str]
+    row: Callable[[Row], Row]
     name: str | None = None
     file: str | None = None
 
 
-def _livecodebench(row: Row) -> list[str]:
+def _math(key: str) -> Callable[[Row], Row]:
+    return lambda row: {"prompt": row[key] + BOXED, "category": row.get("subject") or "math"}
+
+
+def _humaneval(row: Row) -> Row:
+    how = "Write a solution to the following problem and make sure that it passes the tests:"
+    return {"prompt": f"{how}\n```python\n{row['prompt']}\n```", "category": "code"}
+
+
+def _livecodebench(row: Row) -> Row:
     code = row.get("starter_code") or ""
     how = (
         f"Use this starter code:\n```python\n{code}\n```"
         if code
         else "Read the input from stdin and write the answer to stdout."
     )
-    return [f"{row['question_content']}\n\nWrite a Python program that solves it. {how}"]
+    asked = f"{row['question_content']}\n\nWrite a Python program that solves it. {how}"
+    return {"prompt": asked, "category": row.get("difficulty") or "code"}
 
 
-def _alpaca(row: Row) -> list[str]:
+def _alpaca(row: Row) -> Row:
     more = f"\n\n{row['input']}" if row.get("input") else ""
-    return [row["instruction"] + more]
+    return {"prompt": row["instruction"] + more, "category": "chat"}
+
+
+def _swe_bench(row: Row) -> Row:
+    asked = f"{row['problem_statement']}\n\nPlease fix the issue"
+    return {"prompt": asked, "category": row.get("repo") or "code"}
 
 
 BENCHMARKS = {
-    "gsm8k": Benchmark(
-        "openai/gsm8k", "test", lambda row: [row["question"] + BOXED], lambda row: "math", "main"
-    ),
-    "math500": Benchmark(
-        "HuggingFaceH4/MATH-500", "test", lambda row: [row["problem"] + BOXED],
-        lambda row: str(row.get("subject", "math")),
-    ),
-    "aime24": Benchmark(
-        "HuggingFaceH4/aime_2024", "train", lambda row: [row["problem"] + BOXED], lambda row: "math"
-    ),
-    "aime25": Benchmark(
-        "MathArena/aime_2025", "train", lambda row: [row["problem"] + BOXED], lambda row: "math"
-    ),
-    "humaneval": Benchmark(
-        "openai/openai_humaneval", "test",
-        lambda row: [
-            "Write a solution to the following problem and make sure that it passes the tests:\n"
-            f"```python\n{row['prompt']}\n```"
-        ],
-        lambda row: "code",
-    ),
+    "gsm8k": Benchmark("openai/gsm8k", "test", _math("question"), "main"),
+    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", _math("problem")),
+    "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", _math("problem")),
+    "aime25": Benchmark("MathArena/aime_2025", "train", _math("problem")),
+    "humaneval": Benchmark("openai/openai_humaneval", "test", _humaneval),
     "mbpp": Benchmark(
-        "google-research-datasets/mbpp", "test", lambda row: [row["prompt"]], lambda row: "code",
-        "sanitized",
+        "google-research-datasets/mbpp", "test",
+        lambda row: {"prompt": row["prompt"], "category": "code"}, "sanitized",
     ),
     "livecodebench": Benchmark(
-        "livecodebench/code_generation_lite", "train", _livecodebench,
-        lambda row: str(row.get("difficulty", "code")), file="test6.jsonl",
+        "livecodebench/code_generation_lite", "train", _livecodebench, file="test6.jsonl"
     ),
     "mt-bench": Benchmark(
-        "HuggingFaceH4/mt_bench_prompts", "train", lambda row: list(row["prompt"]),
-        lambda row: str(row.get("category", "chat")),
+        "HuggingFaceH4/mt_bench_prompts", "train",
+        lambda row: {"turns": row["prompt"], "category": row.get("category") or "chat"},
     ),
-    "alpaca": Benchmark("tatsu-lab/alpaca", "train", _alpaca, lambda row: "chat"),
-    "swe-bench-lite": Benchmark(
-        "princeton-nlp/SWE-bench_Lite", "test",
-        lambda row: [f"{row['problem_statement']}\n\nPlease fix the issue"],
-        lambda row: str(row.get("repo", "code")),
+    "alpaca": Benchmark("tatsu-lab/alpaca", "train", _alpaca),
+    "swe-bench-lite": Benchmark("princeton-nlp/SWE-bench_Lite", "test", _swe_bench),
+    "bfcl": Benchmark(
+        "gorilla-llm/Berkeley-Function-Calling-Leaderboard", "train", bfcl.as_chat,
+        file="BFCL_v3_simple.json",
     ),
 }  # fmt: skip
 
@@ -195,7 +196,7 @@ def _exists(suite: str, path: Path) -> None:
         raise UserError(
             where=f"evaluate.suites, {suite}",
             found=f"no file {path}",
-            expected="a .jsonl, .jsonl.gz or .parquet file",
+            expected="a .jsonl, .json, .jsonl.gz or .parquet file",
             remedy="Check the path.",
         )
 
@@ -204,7 +205,13 @@ def _hub_rows(suite: str) -> Iterator[tuple[int, Row]]:
     bench = BENCHMARKS[suite]
     remedy = f"Or name a file of it: evaluate.data: {{{suite}: FILE}}."
     try:
+        if bench.file:
+            file = hf_hub_download(bench.hub, bench.file, repo_type="dataset")
+            return _file_rows(suite, Path(file))
         from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+
+        rows: Any = load_dataset(bench.hub, bench.name, split=bench.split)
+        return enumerate(rows, 1)
     except ImportError:
         raise UserError(
             where=f"evaluate.suites, {suite}",
@@ -212,14 +219,6 @@ def _hub_rows(suite: str) -> Iterator[tuple[int, Row]]:
             expected="the hub's reader",
             remedy=f"pip install 'draftsmith[hub]'. {remedy}",
         ) from None
-    try:
-        rows: Any = (
-            load_dataset(
-                "json", data_files=f"hf://datasets/{bench.hub}/{bench.file}", split=bench.split
-            )
-            if bench.file
-            else load_dataset(bench.hub, bench.name, split=bench.split)
-        )
     except Exception as error:  # whatever the hub, the network or the reader raise
         raise UserError(
             where=f"evaluate.suites, {suite}",
@@ -227,7 +226,6 @@ def _hub_rows(suite: str) -> Iterator[tuple[int, Row]]:
             expected="a data set of the hub",
             remedy=f"Check the network and HF_TOKEN. {remedy}",
         ) from None
-    yield from enumerate(rows, 1)
 
 
 def _file_rows(suite: str, path: Path) -> Iterator[tuple[int, Row]]:
@@ -252,19 +250,19 @@ def _file_rows(suite: str, path: Path) -> Iterator[tuple[int, Row]]:
 
 def _asked(suite: str, path: Path | None, number: int, row: Any) -> Prompt:
     """A row's turns. Raises UserError when it has none."""
-    own = suite not in BENCHMARKS
+    bench = BENCHMARKS.get(suite)
     try:
-        system, turns = own_turns(row) if own else ([], BENCHMARKS[suite].turns(row))
+        own = bench.row(row) if bench else row
+        system, turns = own_turns(own)
         if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
             raise KeyError("a text of the user")
-        domain = str(row.get("category") or row.get("domain") or "") if own else ""
-        domain = domain or (path.stem if own and path else BENCHMARKS[suite].domain(row))
-        tools = row.get("tools") or None if own else None
+        domain = str(own.get("category") or own.get("domain") or (path.stem if path else suite))
+        tools = own.get("tools") or None
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            where=f"{path or BENCHMARKS[suite].hub}:{number}",
+            where=f"{path or suite}:{number}",
             found=f"a row without {error}",
-            expected="messages, turns or a prompt" if own else f"a row of {BENCHMARKS[suite].hub}",
+            expected=f"a row of {bench.hub}" if bench else "messages, turns or a prompt",
             remedy="Mend or drop the row.",
         ) from None
     messages = [*system, {"role": "user", "content": turns[0]}]

@@ -54,7 +54,8 @@ def table(report: dict[str, Any]) -> str:
     for suite in report["suites"]:
         shown = Table(
             title=f"{suite['name']}: {suite['num_prompts']} prompts, block {report['drafter']['block_size']}, "
-            f"{report['settings']['compute_dtype']} on {report['settings']['device']}"
+            f"batch {report['settings']['batch']}, {report['settings']['compute_dtype']} on "
+            f"{report['settings']['device']}"
         )
         for i, column in enumerate(COLUMNS):
             shown.add_column(column, justify="left" if i in (0, 3) else "right")
@@ -71,7 +72,7 @@ def markdown(report: dict[str, Any]) -> str:
     kwargs = json.dumps(settings["template_kwargs"])
     lines = [
         f"{report['target']['model']}, block {drafter['block_size']}, {how}, at most "
-        f"{settings['max_new_tokens']} new tokens, template variables `{kwargs}`, batch 1, "
+        f"{settings['max_new_tokens']} new tokens, template variables `{kwargs}`, batch {settings['batch']}, "
         f"{settings['compute_dtype']}, {settings['device']}. tau is tokens emitted per target call "
         "(accepted drafts + 1), pooled over rounds, with its 95% interval over prompts; speedup is "
         "against the same loop's autoregressive run.",
