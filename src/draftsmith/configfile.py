@@ -87,7 +87,15 @@ def _describe(fault: Any) -> tuple[str, str, str]:
         return key, f"the unknown key '{last}'", hint
     if fault["type"] == "missing":
         return key, "nothing", "a value: the key is required"
-    return key, repr(fault["input"])[:200], _wanted(fault["msg"])
+    found, wanted = repr(fault["input"])[:200], _wanted(fault["msg"])
+    if fault["type"] == "too_short":
+        wanted = "at least one"
+    elif "; expected " in wanted:
+        found, _, wanted = wanted.partition("; expected ")
+    elif isinstance(fault["input"], dict | BaseModel):  # keys that do not go together
+        found, _, wanted = wanted.partition("; ")
+        wanted = wanted or "keys that go together"
+    return key, found, wanted
 
 
 def _wanted(message: str) -> str:

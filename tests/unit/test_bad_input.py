@@ -62,7 +62,7 @@ def stored(extracted: Path, tmp_path: Path) -> Path:
             1,
             ["drafter.block_size", "found 1", "greater than or equal to 2"],
         ),
-        ("features", "taps", [1, 1, 3], ["features.taps", "repeated"]),
+        ("features", "taps", [1, 1, 3], ["features.taps", "found [1, 1, 3]", "each layer once"]),
         ("features", "taps", [3, 1], ["features.taps", "ascend"]),
         ("features", "source", "disk", ["features.source", "'live'", "'store'"]),
         ("train", "labels", "target", ["train.labels: target", "features.final: argmax"]),

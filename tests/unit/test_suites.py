@@ -289,7 +289,7 @@ def test_what_is_no_suite_is_refused(tmp_path, capsys, monkeypatch):
 
     unknown = said("--evaluate.suites", "[gsm8]")
     assert "did you mean gsm8k?" in unknown and "held_out" in unknown
-    assert "repeated" in said("--evaluate.suites", "[gsm8k, gsm8k]")
+    assert "each suite once" in said("--evaluate.suites", "[gsm8k, gsm8k]")
     assert "no benchmark among" in said("--evaluate.data", f"{{mbpp: {good}}}")
     assert f"{good}:1" in said(), "a gsm8k row is no prompt of one's own"
     assert "no file" in said("--evaluate.suites", "[nowhere.jsonl]")
@@ -299,12 +299,15 @@ def test_what_is_no_suite_is_refused(tmp_path, capsys, monkeypatch):
         ([{"prompt": "x"}, {"turns": []}], ":2"),
         ([{"prompt": "x"}, 5], ":2"),
         ([{"messages": [{"role": "assistant", "content": "x"}]}], ":1"),
+        ([{"prompt": 5}], ":1: found '5' (int) as what the user says"),
+        ([{"messages": "x"}], ":1: found a row of another form"),
         ([{"prompt": "word " * 5000}], "at most 4094"),
+        ([{"prompt": "x"}, {"prompt": "word " * 5000}], "bad.jsonl:2"),
     ):
         file = write_rows(tmp_path / "bad.jsonl", rows)
         assert word in said("--evaluate.suites", f"[{file}]")
-    (tmp_path / "bad.jsonl").write_text("{'not json'}\n")
-    assert "cannot be read" in said("--evaluate.suites", f"[{tmp_path / 'bad.jsonl'}]")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{broken\n')
+    assert "bad.jsonl:2: found no JSON" in said("--evaluate.suites", f"[{tmp_path / 'bad.jsonl'}]")
     (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
     assert "cannot be read" in said("--evaluate.suites", f"[{tmp_path / 'bad.jsonl.gz'}]")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

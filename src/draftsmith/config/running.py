@@ -35,14 +35,16 @@ class EvaluateConfig(Section):
     max_prompts: Annotated[int, Field(ge=1)] = 128
     """Prompts a suite, chosen by hash."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 2048
-    """Longest answer; the target's context may end it earlier."""
+    """Longest answer; the target's context may end it earlier. Two at least: the first token is the
+    prompt's, and no round makes it.
+    """
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0: greedy. Above, every method samples the target's distribution, exactly."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sampling keeps the most probable tokens that hold this much."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Sampling keeps this many of the most probable tokens; 0: all."""
-    tree_budget: Annotated[int, Field(ge=1)] = 64
+    tree_budget: Annotated[int, Field(ge=1, le=1024)] = 64
     """Nodes of a draft tree, the root not counted; for the method tree."""
     dtype: Literal["target", "float32"] = "target"
     """Compute dtype of target and drafter in evaluation."""
@@ -61,13 +63,16 @@ class EvaluateConfig(Section):
                     + f"; expected {', '.join(SUITES)}, or a .jsonl file"
                 )
         if len(set(suites)) != len(suites):
-            raise ValueError(f"suites are repeated in {suites}")
+            raise ValueError("each suite once")
         return suites
 
     @model_validator(mode="after")
     def _data_is_of_suites(self) -> "EvaluateConfig":
         if unknown := sorted(set(self.data) - set(self.suites) | {"held_out"} & set(self.data)):
-            raise ValueError(f"data: {unknown[0]} is no benchmark among suites {self.suites}")
+            raise ValueError(
+                f"data of {unknown[0]}, which is no benchmark among suites {self.suites}; expected "
+                "names of suites that come from the hub"
+            )
         return self
 
     @model_validator(mode="after")
@@ -86,7 +91,7 @@ class EvaluateConfig(Section):
         if "ar" not in methods:
             raise ValueError("methods must include ar: every other method is compared with it")
         if len(set(methods)) != len(methods):
-            raise ValueError(f"methods are repeated in {methods}")
+            raise ValueError("each method once")
         return methods
 
 

@@ -36,11 +36,11 @@ class FeaturesConfig(Section):
             if not taps:
                 raise ValueError("give at least one tap")
             if len(set(taps)) != len(taps):
-                raise ValueError(f"taps are repeated in {taps}; give each layer once")
+                raise ValueError("each layer once")
             if min(taps) < 0:
-                raise ValueError(f"tap {min(taps)} is negative; taps count layers from 0")
+                raise ValueError("layers counted from 0")
             if taps != sorted(taps):
-                raise ValueError(f"taps {taps} must ascend")
+                raise ValueError("taps that ascend")
         return taps
 
     @field_validator("store")

@@ -34,7 +34,7 @@ DRAFTED = ("chain", "tree", "untrained", "shuffled")
 class Prompt:
     """What is asked, and where it comes from. `text` is the prompt with the target's answer behind it
     where one is known. `messages` are what `ids` render, `later` the user's turns that follow the
-    answer; both only of suites.
+    answer, `origin` file and line; all only of suites.
     """
 
     suite: str
@@ -46,6 +46,7 @@ class Prompt:
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
     later: list[str] = field(default_factory=list)
+    origin: str = ""
 
 
 Answered = tuple[Prompt, dict[str, Trace]]

@@ -20,7 +20,7 @@ TYPES = {
 def as_chat(row: dict[str, Any]) -> dict[str, Any]:
     """{"messages", "tools", "category"} of {"id", "question", "function"}."""
     if "function" not in row:
-        raise KeyError("function (only single-turn categories have it)")
+        raise ValueError("a row without function: only BFCL's single-turn categories have it")
     tools = [{"type": "function", "function": json_schema(f)} for f in row["function"]]
     category = str(row["id"]).rsplit("_", 1)[0]
     return {"messages": row["question"][0], "tools": tools, "category": category}

@@ -142,7 +142,7 @@ def load(cfg: RunConfig, suite: str, tokenizer: Any, info: TargetInfo) -> list[P
 
 def rendered(cfg: RunConfig, prompt: Prompt, tokenizer: Any, info: TargetInfo) -> Prompt:
     """The prompt with the tokens of its messages."""
-    where = f"evaluate.suites, {prompt.suite}, prompt {prompt.sample_id}"
+    where = f"evaluate.suites, {prompt.origin}"
     ids = render_prompt(tokenizer, prompt.messages, prompt.tools, template_kwargs(cfg), where=where)
     check_prompt(ids, info, where)
     return replace(prompt, ids=ids, text=ids)
@@ -238,7 +238,7 @@ def _file_rows(suite: str, path: Path) -> Iterator[tuple[int, Row]]:
         with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield number, json.loads(line)
+                    yield number, _object(line, path, number)
     except (ValueError, OSError, EOFError, pa.ArrowException, RecursionError) as error:
         raise UserError(
             where=f"evaluate.suites, {path}",
@@ -248,37 +248,70 @@ def _file_rows(suite: str, path: Path) -> Iterator[tuple[int, Row]]:
         ) from None
 
 
+def _object(line: str, path: Path, number: int) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise _unreadable(path, number, f"no JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise _unreadable(path, number, f"{type(row).__name__} {str(row)[:80]!r}")
+    return row
+
+
+def _unreadable(path: Path, number: int, found: str) -> UserError:
+    return UserError(
+        where=f"{path}:{number}",
+        found=found,
+        expected="a JSON object a line",
+        remedy="Mend or drop the line.",
+    )
+
+
 def _asked(suite: str, path: Path | None, number: int, row: Any) -> Prompt:
     """A row's turns. Raises UserError when it has none."""
     bench = BENCHMARKS.get(suite)
     try:
         own = bench.row(row) if bench else row
         system, turns = own_turns(own)
-        if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-            raise KeyError("a text of the user")
         domain = str(own.get("category") or own.get("domain") or (path.stem if path else suite))
         tools = own.get("tools") or None
-    except (KeyError, TypeError, AttributeError) as error:
+        found = None if turns else "no text of the user"
+    except KeyError as error:
+        found = f"a row without {error}"
+    except ValueError as error:
+        found = str(error)
+    except (TypeError, AttributeError):
+        found = f"a row of another form: {json.dumps(row, default=str)[:120]}"
+    if found is not None:
         raise UserError(
             where=f"{path or suite}:{number}",
-            found=f"a row without {error}",
-            expected=f"a row of {bench.hub}" if bench else "messages, turns or a prompt",
+            found=found,
+            expected=f"a row of {bench.hub}" if bench else "messages, turns or a prompt, in text",
             remedy="Mend or drop the row.",
-        ) from None
+        )
     messages = [*system, {"role": "user", "content": turns[0]}]
-    return Prompt(suite, 0, [], [], domain, messages=messages, tools=tools, later=turns[1:])
+    origin = f"{path or suite}:{number}"
+    return Prompt(
+        suite, 0, [], [], domain, messages=messages, tools=tools, later=turns[1:], origin=origin
+    )
 
 
 def own_turns(row: Row) -> tuple[list[dict[str, Any]], list[str]]:
     """System messages, and the user's turns, of {"messages": [...]}, {"turns": [...]} or {"prompt":
-    a text or list}.
+    a text or list}. Raises KeyError or ValueError for a row of another form.
     """
+    system: list[dict[str, Any]] = []
     if "messages" in row:
         said = row["messages"]
         system = [m for m in said if m["role"] == "system"]
-        return system, [m["content"] for m in said if m["role"] == "user"]
-    turns = row["turns"] if "turns" in row else row["prompt"]
-    return [], [turns] if isinstance(turns, str) else list(turns)
+        turns = [m["content"] for m in said if m["role"] == "user"]
+    else:
+        turns = row["turns"] if "turns" in row else row["prompt"]
+        turns = list(turns) if isinstance(turns, list | tuple) else [turns]
+    for turn in turns:
+        if not isinstance(turn, str) or not turn.strip():
+            raise ValueError(f"{str(turn)[:80]!r} ({type(turn).__name__}) as what the user says")
+    return system, turns
 
 
 def _knows_thinking(cfg: RunConfig, tokenizer: Any, prompt: Prompt) -> None:

@@ -67,7 +67,7 @@ def died(said: str) -> dict[str, Any]:
         "trace": "",
         "ours": False,
         "category": "host memory or killed",
-        "remedy": "dmesg tells whether the system killed it for want of memory: then use fewer workers or "
+        "remedy": "`dmesg` tells whether the system killed it for want of memory: then use fewer workers or "
         "a larger machine. The same command goes on.",
     }
 

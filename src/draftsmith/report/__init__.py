@@ -70,8 +70,10 @@ def markdown(report: dict[str, Any]) -> str:
     settings, drafter = report["settings"], report["drafter"]
     how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
     kwargs = json.dumps(settings["template_kwargs"])
+    trees = any("tree" in suite["methods"] for suite in report["suites"])
+    budget = f"trees of {settings['tree_budget']} nodes, " if trees else ""
     lines = [
-        f"{report['target']['model']}, block {drafter['block_size']}, {how}, at most "
+        f"{report['target']['model']}, block {drafter['block_size']}, {budget}{how}, at most "
         f"{settings['max_new_tokens']} new tokens, template variables `{kwargs}`, batch {settings['batch']}, "
         f"{settings['compute_dtype']}, {settings['device']}. tau is tokens emitted per target call "
         "(accepted drafts + 1), pooled over rounds, with its 95% interval over prompts; speedup is "
