@@ -11,8 +11,10 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from transformers import GenerationConfig
 
 from draftsmith.bench.models import config_of, random_target
@@ -51,6 +53,16 @@ def write_target(model: str, out: Path) -> None:
         shutil.copy(ASSETS / "tiny-hybrid" / name, aside)
     aside.rename(out)
     print(f"{out}: {sum(p.numel() for p in target.parameters()):,} parameters", flush=True)
+
+
+def filled_in(recipe: Path, out: Path) -> dict[str, Any]:
+    """A recipe's configuration, its places below OUT."""
+    config = yaml.safe_load(recipe.read_text())
+    out = out.absolute()
+    config["run"] = str(out / "run")
+    config["target"] = {**config.get("target", {}), "model": str(out / "target")}
+    config["prepare"]["sources"] = [{"path": str(out / "chats.jsonl")}]
+    return config
 
 
 def write_chats(path: Path, count: int, tokens: int) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import yaml
+from make import filled_in
 from shares import shares
 
 from draftsmith.core import FaultFound
@@ -86,13 +87,9 @@ def _arguments() -> argparse.Namespace:
 
 def _config(args: argparse.Namespace) -> Path:
     """The recipe with this machine's places."""
-    config = yaml.safe_load(args.config.read_text())
-    out = args.out.absolute()
-    config["run"] = str(out / "run")
-    config["target"] = {**config.get("target", {}), "model": str(out / "target")}
-    config["prepare"]["sources"] = [{"path": str(out / "chats.jsonl")}]
+    config = filled_in(args.config, args.out)
     config["train"]["processes"] = args.gpus or 2
-    path = out / "config.yaml"
+    path = args.out / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path
 

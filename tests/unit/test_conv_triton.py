@@ -2,16 +2,12 @@
 compiled ahead of time for sm_90 and sm_120, and on a GPU where there is one.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from draftsmith.target.fused import normed_apart
 from draftsmith.target.packed import _conv, pack
+from triton_interpreter import interpreted
 
 triton = pytest.importorskip("triton")
 
@@ -46,12 +42,7 @@ def compare(sizes, dtype, device, bound) -> None:
 
 
 def test_interpreted_the_kernel_is_the_torch_convolution():
-    here = str(Path(__file__).parent)
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([here, env.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=env, capture_output=True, text=True, timeout=300
-    )
+    done = interpreted(INTERPRETED)
     assert done.returncode == 0, done.stderr
 
 

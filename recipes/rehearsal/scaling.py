@@ -1,8 +1,8 @@
 """The same work on 1, 2, 4 ... GPUs of one machine, measured beside what `draftsmith plan` predicts.
 
-    python recipes/scaling/gpus.py OUT --model qwen3.6-27b --gpus 1 2 4 --config recipes/rehearsal/27b.yaml \\
+    python recipes/rehearsal/scaling.py OUT --model qwen3.6-27b --gpus 1 2 4 --config recipes/rehearsal/27b.yaml \\
         --store /dev/shm/features --conversations 400 --tokens 1000     # random weights, synthetic texts
-    python recipes/scaling/gpus.py OUT --gpus 1 2 --config recipes/rehearsal/tiny.yaml      # anywhere: CPU ranks
+    python recipes/rehearsal/scaling.py OUT --gpus 1 2 --config recipes/rehearsal/tiny.yaml      # anywhere: CPU ranks
 
 For each number of GPUs: `extract` by the local engine into a store of its own, a shard a row, and `train` from a
 live source with FSDP2 and with DDP, the same tokens a step however many share them. Rates leave starts out:
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import yaml
+from make import filled_in
 
 from draftsmith import places
 from draftsmith.store.shards import open_shard
@@ -36,7 +37,7 @@ WORK = ("extract", "fsdp", "ddp")
 def main() -> None:
     """Make the run's data once, then measure what is asked."""
     args = _arguments()
-    make = HERE.parent / "rehearsal" / "make.py"
+    make = HERE / "make.py"
     subprocess.run(
         [sys.executable, make, args.out, "--model", args.model, "--conversations", str(args.conversations),
          "--tokens", str(args.tokens)], check=True,
@@ -69,7 +70,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default=str(TINY))
-    parser.add_argument("--config", type=Path, default=HERE.parent / "rehearsal" / "tiny.yaml")
+    parser.add_argument("--config", type=Path, default=HERE / "tiny.yaml")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--what", nargs="+", choices=WORK, default=list(WORK))
     parser.add_argument("--store", type=Path, help="features go there; default OUT")
@@ -81,13 +82,9 @@ def _arguments() -> argparse.Namespace:
 
 def _config(args: argparse.Namespace) -> Path:
     """The rehearsal's, with this machine's places."""
-    config = yaml.safe_load(args.config.read_text())
-    out = args.out.absolute()
-    config["run"] = str(out / "run")
-    config["target"] = {**config.get("target", {}), "model": str(out / "target")}
-    config["prepare"]["sources"] = [{"path": str(out / "chats.jsonl")}]
+    config = filled_in(args.config, args.out)
     config["extract"]["shard_bytes"] = 1  # a row is a shard
-    path = out / "config.yaml"
+    path = args.out / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path
 
