@@ -116,13 +116,26 @@ REAL = Path(__file__).parents[1] / "failures"
             "Signal 9 (SIGKILL) received by PID 31236",
         ),
         ("fla-backward-on-hopper", "kernel not built for this GPU", "produces incorrect results"),
+        (
+            "vllm-hybrid-kv",
+            "server refuses the architecture",
+            "ValueError: Failed to promote local KV cache specs to one unified type.",
+        ),
+        (
+            "vllm-first-request",
+            "server refuses the architecture",
+            "AssertionError: CPU GDN attention requires BF16.",
+        ),
     ],
 )
 def test_logs_of_real_failures(name, kind, words):
-    """Of a training of which one rank was killed, and of fla-core 0.6.0's backward on an H200."""
+    """Of a training of which one rank was killed; of fla-core 0.6.0's backward on an H200; of vLLM 0.32.0
+    with a hybrid target: without its manager of hybrid KV caches, and at the first request in fp32
+    on a CPU.
+    """
     cause = first_cause([(REAL / f"{name}.log").read_text()])
     assert cause.kind == kind and words in cause.line
-    assert "====" not in cause.line
+    assert "====" not in cause.line and "died unexpectedly" not in cause.line
 
 
 def test_a_server_that_starts_well_has_no_cause():

@@ -28,7 +28,8 @@ ERROR_LINE = re.compile(
 ECHOES = re.compile(
     r"ChildFailedError|See root cause above|Engine core initialization failed|EngineDeadError|"
     r"BrokenProcessPool|failed \(exitcode|RayTaskError|WorkerCrashedError|Connection closed by peer|"
-    r"Connection reset by peer|Broken pipe|ProcessRaisedException|EngineCore encountered a fatal"
+    r"Connection reset by peer|Broken pipe|ProcessRaisedException|EngineCore encountered a|"
+    r"Worker failed with error"
 )
 
 
@@ -84,8 +85,10 @@ KINDS: tuple[tuple[str, str, str], ...] = (
      "Update torch, Triton and fla-core for this GPU; `draftsmith doctor CONFIG` names what is used."),
     ("server refuses the architecture",
      r"Hybrid KV cache manager is disabled but failed to convert|"
+     r"Failed to promote local KV cache specs to one unified type|CPU GDN attention requires BF16|"
      r"Model architectures .* are not supported|does not support hidden states",
-     "This server's version cannot do it for hybrid targets; `draftsmith doctor CONFIG` lists which can."),
+     "This server, as it was started, cannot run hybrid targets: leave out --disable-hybrid-kv-cache-manager, "
+     "serve in bf16, or take a version that can (`draftsmith doctor CONFIG` lists them)."),
     ("missing package", r"ModuleNotFoundError|ImportError|No module named|cannot import name",
      "Install it, or the extra that the message names."),
     ("not finite", r"NaN|\bnan\b|not finite|infinite|exploded|as high for",
@@ -129,12 +132,14 @@ def first_cause(texts: Sequence[str]) -> Cause | None:
 
 def errors(text: str) -> list[str]:
     """The lines that say an error, the beginning of each chain first, in order."""
-    lines = [PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
+    raw = [line.rstrip() for line in text.splitlines()]
+    lines = [PREFIX.sub("", line) for line in raw]
+    prefixes = [whole[: len(whole) - len(line)] for whole, line in zip(raw, lines, strict=True)]
     found: list[str] = []
     for at, line in enumerate(lines):
         said = line.strip()
         if ERROR_LINE.match(said) or (_plain(said) and not _in_traceback(lines, at)):
-            found.append(_whole(lines, at))
+            found.append(_whole(lines, prefixes, at))
     return found
 
 
@@ -152,14 +157,16 @@ def _in_traceback(lines: list[str], at: int) -> bool:
     return any(TRACEBACK in line for line in lines[max(0, at - 2) : at])
 
 
-def _whole(lines: list[str], at: int) -> str:
-    """An error's message may go on over some lines: to the next blank line or traceback."""
+def _whole(lines: list[str], prefixes: list[str], at: int) -> str:
+    """An error's message may go on over some lines: to the next blank line or traceback, and not into
+    what another process or logger says.
+    """
     out = [lines[at].strip()]
-    for line in lines[at + 1 : at + 6]:
+    for line, prefix in list(zip(lines, prefixes, strict=True))[at + 1 : at + 6]:
         said = line.strip()
         if not said or TRACEBACK in said or said.startswith(CHAIN) or ERROR_LINE.match(said):
             break
-        if LOGGED.match(line) or re.match("[-=]{8}", said):
+        if prefix != prefixes[at] or LOGGED.match(line) or re.match("[-=]{8}", said):
             break
         out.append(said)
     return " ".join(out)[:600]

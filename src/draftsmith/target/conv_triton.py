@@ -7,7 +7,7 @@ before its sample's first token reads nothing: a token knows its position in the
 Shapes: T tokens, D channels, W taps, Hk/H key and value heads, K/V head sizes.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportIndexIssue=false
 # Types are checked where Triton need not be.
 
 from typing import Any
