@@ -4,6 +4,7 @@ that fits when they differ.
 """
 
 import json
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,8 @@ def run(
     result["acceptance"] = compare.judge(result["runs"], shape)
     reference = "plain" if "plain" in texts else "evaluate"
     differing = compare.differing(texts["drafter"], texts[reference])
-    _diagnose(cfg, export, result, prompts, answers["drafter"], texts[reference], differing)
+    tie = near_tie(command)
+    _diagnose(cfg, export, result, prompts, answers["drafter"], texts[reference], differing, tie)
     result["text"] = compare.text_summary(texts, reference, result.get("gaps", {}))
     files.write_json(out / "report.json", result)
     print(json.dumps(result, indent=1) if as_json else compare.table(result))
@@ -206,6 +208,14 @@ def _template(client: Client, chats: list[Chat]) -> str:
     return "same" if outcomes else "not checked"
 
 
+def near_tie(command: str | None) -> float:
+    """The top-2 gap under which a server may choose either token. It is the server's rounding that
+    counts, whatever dtype the target is loaded in here: bf16 unless its command asks for another.
+    """
+    asked = re.search(r"--dtype[ =](float32|float)\b", command or "")
+    return NEAR_TIES["float32" if asked else "bfloat16"]
+
+
 def _diagnose(
     cfg: RunConfig,
     export: Path,
@@ -214,6 +224,7 @@ def _diagnose(
     answers: list[Answer],
     reference: list[list[int]],
     differing: list[int],
+    tie: float,
 ) -> None:
     """Load the target here: how near a tie the texts part, and which mistake, if any, fits the
     rounds that each prompt took better than the drafter as trained. Pooled tau alone would hide a
@@ -223,7 +234,7 @@ def _diagnose(
     tokenizer: Any = load_tokenizer(cfg.target)
     drafter = load_drafter(export, dtype=model.dtype, device=model.device).share(*unembed(model))
     taps = list(drafter.shape.taps)
-    result["gaps"], tie = {}, NEAR_TIES[str(model.dtype).removeprefix("torch.")]
+    result["gaps"] = {}
     for i in differing:
         prompt, text = prompts[i]["prompt_ids"], reference[i]
         at = compare.first_difference(answers[i].tokens, text)

@@ -168,6 +168,34 @@ def test_a_server_that_does_not_come_up_is_explained(tmp_path, body, named):
     assert named in str(error.value) and "log" in str(error.value)
 
 
+def test_a_server_that_dies_when_asked_is_explained_by_its_log(tmp_path):
+    """vLLM answers 500 and points to a stack trace above."""
+    real = Path(__file__).parents[1] / "failures" / "vllm-first-request.log"
+    script, log = tmp_path / "server.py", tmp_path / "log"
+    dies = (
+        'self.send_response(500); self.end_headers(); self.wfile.write(b"See stack trace (above)")'
+    )
+    said = f"print(open({str(real)!r}).read(), flush=True)"
+    script.write_text(
+        SERVER.replace(
+            "    def log_", f"    def do_POST(self):\n        {said}; {dies}\n    def log_"
+        )
+    )
+    with (
+        pytest.raises(
+            UserError, match="HTTP 500.*its first cause is .*CPU GDN attention requires BF16"
+        ),
+        running(f"{sys.executable} {script}", [], log, wait_s=30) as url,
+    ):
+        connect(url).complete([1, 2], 3, [0])
+
+
+def test_near_ties_are_the_servers_dtypes():
+    assert serve_check.near_tie("vllm serve x") == serve_check.near_tie(None) == 0.25
+    assert serve_check.near_tie("vllm serve x --dtype float32 --port 1") == 1e-3
+    assert serve_check.near_tie("vllm serve x --dtype=float") == 1e-3
+
+
 def test_a_command_that_is_none_and_a_server_that_is_silent(tmp_path):
     with (
         pytest.raises(UserError, match="no program here"),

@@ -93,11 +93,20 @@ class Launched:
 def running(
     command: str, options: list[str], log: Path, *, wait_s: float, where: str = "--command"
 ) -> Iterator[str]:
-    """The server's URL while the block lasts. Raises UserError when it does not come up."""
+    """The server's URL while the block lasts. Raises UserError when it does not come up; one that is
+    raised in the block is told with the first cause in the server's log, where there is one.
+    """
     server = Launched(command, options, log, where=where)
     try:
         server.wait(wait_s)
-        yield server.url
+        try:
+            yield server.url
+        except UserError as error:
+            if cause := failures.first_cause([log.read_text(errors="replace")]):
+                parts = error.parts
+                found = f"{parts['found']}; its first cause is {cause.line[:300]}"
+                raise UserError(**{**parts, "found": found, "remedy": f"Its log: {log}"}) from error
+            raise
     finally:
         server.stop()
 
