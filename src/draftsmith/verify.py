@@ -91,6 +91,13 @@ def extracted(client: VLLM, ids: list[int]) -> Tensor:
         )
     with open(f"{path}.lock") as lock:  # the writer holds it until the file is whole
         fcntl.flock(lock, fcntl.LOCK_SH)
+    if not Path(path).exists():
+        raise UserError(
+            where="--command",
+            found=f"no states at {path}, though their writer was done",
+            expected="a server that writes them",
+            remedy="Look into the server's log.",
+        )
     out = load_file(path)
     assert out["token_ids"].tolist() == ids, "the server's states are this prompt's"
     return out["hidden_states"]

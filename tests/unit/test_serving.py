@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -254,6 +255,17 @@ def test_parity_names_what_a_server_wrote():
     for change, finding in findings:
         for tap in verify.compare(*states_pairs(change)):
             assert finding in tap["finding"] and tap["agrees"] == (finding == "agrees")
+
+
+def test_states_that_a_server_did_not_write_are_missed(tmp_path):
+    """vLLM 0.32 on a CPU let go of its lock and had written nothing."""
+    path = tmp_path / "cmpl-1.safetensors"
+    Path(f"{path}.lock").touch()
+    client = Mock(post=lambda *args: {"kv_transfer_params": {"hidden_states_path": str(path)}})
+    with pytest.raises(
+        UserError, match="no states at .*cmpl-1.safetensors, though their writer was done"
+    ):
+        verify.extracted(client, [1, 2])
 
 
 @pytest.mark.parametrize("turns", ["all", "last"])
