@@ -7,7 +7,7 @@
 
 The same samples (held-out ones left out), features, drafter shape, epochs, learning rate, slot weights and as
 near as they allow anchors and samples a step; everything else as they set it by default. On a CPU
-speculators' trainer needs two calls replaced (for_cpu), and eager losses.
+speculators' trainer needs some calls replaced (for_cpu), and eager losses; bf16 is made in fp32.
 """
 
 import argparse
@@ -142,6 +142,8 @@ def quick_bf16() -> None:
 
 def specforge(out: Path) -> None:
     """OUT/specforge: its last checkpoint, exported in z-lab's layout."""
+    from specforge.cli import main as train
+
     about = json.loads((out / "about.json").read_text())
     config = {**about["config"], "dtype": "bfloat16", "attention_dropout": 0.0}
     (out / "sf_draft.json").write_text(json.dumps(config, indent=1))
@@ -165,11 +167,10 @@ def specforge(out: Path) -> None:
         "deployment": {"mode": "local_colocated", "trainer": {"nnodes": 1, "nproc_per_node": 1}},
     }  # fmt: skip
     (out / "sf.yaml").write_text(json.dumps(said))  # YAML, too
-    from specforge.cli import main as specforge_cli
-
     if not torch.accelerator.is_available():
         quick_bf16()
-    specforge_cli(["train", "--config", str(out / "sf.yaml")])
+    if code := train(["train", "--config", str(out / "sf.yaml")]):
+        raise SystemExit(code)
     command = str(Path(sys.executable).with_name("specforge"))
     last = max((out / "sfout").rglob("*step*"), key=lambda path: path.stat().st_mtime)
     subprocess.run(

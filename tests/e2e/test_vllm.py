@@ -1,4 +1,4 @@
-"""A real vLLM, where one is installed: on a GPU, or its build for CPUs (docs/serving.md says how).
+"""A real vLLM, where one is installed: on a GPU, or its build for CPUs (docs/serving.md has the command).
 
 DRAFTSMITH_VLLM names its program; it lives in an environment of its own.
 """
@@ -18,8 +18,8 @@ pytestmark = [
     pytest.mark.skipif(VLLM is None, reason="no vllm here; DRAFTSMITH_VLLM names one"),
 ]
 SERVE = (
-    f"env -u PYTHONPATH {VLLM} serve {assets() / 'tiny-hybrid'} --dtype bfloat16 --enforce-eager "
-    "--no-enable-prefix-caching --max-model-len 512 --max-num-seqs 4"
+    f"env -u PYTHONPATH VLLM_CPU_KVCACHE_SPACE=1 {VLLM} serve {assets() / 'tiny-hybrid'} "
+    "--dtype bfloat16 --enforce-eager --no-enable-prefix-caching --max-model-len 512 --max-num-seqs 4"
 )
 
 
@@ -33,9 +33,8 @@ def exported(extracted, tmp_path_factory):
     return config.parent / "run"
 
 
-def test_what_evaluate_measured_is_what_a_server_serves(exported, monkeypatch):
+def test_what_evaluate_measured_is_what_a_server_serves(exported):
     """Gated DeltaNet, attention and our drafter in vLLM: same acceptance, same text."""
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     done = command("serve-check", exported / "export", "--command", SERVE, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((exported / "serve" / "report.json").read_text())
@@ -44,9 +43,8 @@ def test_what_evaluate_measured_is_what_a_server_serves(exported, monkeypatch):
     assert report["text"]["mismatches"] == 0
 
 
-def test_a_servers_hidden_states_are_the_stores(exported, monkeypatch):
+def test_a_servers_hidden_states_are_the_stores(exported):
     """No zero row, no shifted layer: what older versions wrote."""
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     asked = ("--engine", "vllm", "--command", SERVE, "--samples", "4")
     done = command("verify", exported / "features", *asked, timeout=900)
     if "pin_memory=True requires" in done.stderr:
