@@ -5,17 +5,20 @@
     python recipes/quality/peers.py specforge OUT            # pip install --no-deps specforge==0.2.0 yunchang
     python recipes/quality/table.py RUN --drafter speculators=OUT/speculators specforge=OUT/specforge
 
-The same samples (held-out ones left out), features, drafter shape, epochs, learning rate, slot weights and as
-near as they allow anchors and samples a step; everything else as they set it by default. On a CPU
-speculators' trainer needs some calls replaced (for_cpu), and eager losses; bf16 is made in fp32.
+The same samples (held-out ones left out), features, drafter shape, epochs, learning rate, slot weights (said: unsaid,
+speculators takes D-PACE and SpecForge gamma) and as near as they allow anchors and samples a step; everything
+else as they set it by default. On a CPU speculators' trainer needs some calls replaced (for_cpu), and eager losses;
+bf16 is made in fp32. `--weights` and `--seed` train another one beside: OUT/speculators-gamma-1.
 """
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,14 +34,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("data", "speculators", "specforge"))
     parser.add_argument("paths", nargs="+", type=Path)
+    parser.add_argument("--weights", choices=("dpace", "gamma"), help="in place of the run's")
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    {"data": data, "speculators": speculators, "specforge": specforge}[args.what](*args.paths)
+    if args.what == "data":
+        return data(*args.paths)
+    out = args.paths[0]
+    about = json.loads((out / "about.json").read_text())
+    about |= {"seed": args.seed} | ({"weights": args.weights} if args.weights else {})
+    name = args.what if args.weights is None else f"{args.what}-{args.weights}-{args.seed}"
+    {"speculators": speculators, "specforge": specforge}[args.what](out, about, out / name)
 
 
 def data(run: Path, store: Path, out: Path) -> None:
     """Training samples in both layouts, and OUT/about.json: what the run trained, and how."""
     from draftsmith import configfile, train
     from draftsmith import tokenize as tokenize_stage
+    from draftsmith.drafter.blocks import slot_weights
     from draftsmith.drafter.config import zlab_config
     from draftsmith.export_features import FOLDER, _save_data_set
     from draftsmith.store.foreign import write_sample
@@ -68,7 +80,8 @@ def data(run: Path, store: Path, out: Path) -> None:
     about = {
         "target": str(Path(cfg.target.model).absolute()), "config": zlab_config(shape),
         "taps": list(shape.taps), "block": shape.block_size, "mask": shape.mask_token_id,
-        "epochs": settings.epochs, "lr": settings.lr, "gamma": settings.gamma,
+        "epochs": settings.epochs, "lr": settings.lr, "weights": settings.weights,
+        "gamma": -1 / math.log(slot_weights(shape.block_size, settings.gamma)[2]),
         "tokens": settings.tokens_per_step, "anchors": settings.anchors_per_sample,
         "samples": max(1, round(settings.tokens_per_step / lengths)), "warmup": settings.warmup_ratio,
     }  # fmt: skip
@@ -76,19 +89,19 @@ def data(run: Path, store: Path, out: Path) -> None:
     print(f"{len(rows)} samples, {about['samples']} a step")
 
 
-def speculators(out: Path) -> None:
-    """OUT/speculators: its last checkpoint."""
+def speculators(out: Path, about: dict[str, Any], kept: Path) -> None:
+    """Its last checkpoint."""
     from speculators.train.cli import main as train
     from speculators.train.config import TrainConfig
 
-    about = json.loads((out / "about.json").read_text())
     if not torch.accelerator.is_available():
         for_cpu()
     draft = {key: about["config"][key] for key in SHAPE_KEYS if key in about["config"]}
     draft |= {"model_type": "qwen3", "tie_word_embeddings": False}
     draft["rope_parameters"] = {"rope_type": "default", "rope_theta": draft.pop("rope_theta")}
     (out / "draft.json").write_text(json.dumps(draft))
-    work = out / "speculators-work"
+    work = kept.with_name(f"{kept.name}-work")
+    weights = {"dpace": "dpace", "gamma": "fixed-exp-decay"}[about["weights"]]
     flags = [
         "--speculator-type", "dflash", "--verifier-name-or-path", about["target"],
         "--data-path", out / "data", "--draft-config", out / "draft.json", "--save-path", work,
@@ -96,13 +109,14 @@ def speculators(out: Path) -> None:
         "--mask-token-id", about["mask"], "--epochs", about["epochs"], "--lr", about["lr"],
         "--optimizer", "adamw", "--scheduler-type", "cosine",
         "--scheduler-warmup-ratio", about["warmup"], "--dflash-decay-gamma", about["gamma"],
+        "--per-position-loss-weight", weights, "--loss-fn", "ce",
         "--max-anchors", about["samples"] * about["anchors"], "--total-seq-len", about["tokens"],
         "--train-data-ratio", 0.98, "--on-missing", "raise", "--num-workers", 0, "--log-freq", 100,
-        "--seed", 0, "--draft-attn-impl", "sdpa", "--loss-implementation", "eager",
+        "--seed", about["seed"], "--draft-attn-impl", "sdpa", "--loss-implementation", "eager",
     ]  # fmt: skip
     train(TrainConfig.resolve([str(flag) for flag in flags]))
     last = max((p for p in work.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
-    shutil.copytree(last, out / "speculators")
+    shutil.copytree(last, kept)
 
 
 def for_cpu() -> None:
@@ -140,11 +154,11 @@ def quick_bf16() -> None:
     torch.nn.functional.linear = quick
 
 
-def specforge(out: Path) -> None:
-    """OUT/specforge: its last checkpoint, exported in z-lab's layout."""
+def specforge(out: Path, about: dict[str, Any], kept: Path) -> None:
+    """Its last checkpoint, exported in z-lab's layout."""
     from specforge.cli import main as train
 
-    about = json.loads((out / "about.json").read_text())
+    work = kept.with_name(f"{kept.name}-work")
     config = {**about["config"], "dtype": "bfloat16", "attention_dropout": 0.0}
     (out / "sf_draft.json").write_text(json.dumps(config, indent=1))
     said = {
@@ -161,9 +175,10 @@ def specforge(out: Path) -> None:
             "strategy": "dflash", "num_epochs": about["epochs"], "batch_size": about["samples"],
             "learning_rate": about["lr"], "attention_backend": "sdpa", "fsdp_sharding": "NO_SHARD",
             "num_anchors": about["anchors"], "loss_decay_gamma": about["gamma"],
-            "warmup_ratio": about["warmup"], "log_interval": 50, "seed": 0,
+            "loss_type": {"dpace": "dpace", "gamma": "dflash"}[about["weights"]],
+            "warmup_ratio": about["warmup"], "log_interval": 50, "seed": about["seed"],
         },
-        "run_id": "sf", "output_dir": str(out / "sfout"),
+        "run_id": "sf", "output_dir": str(work),
         "deployment": {"mode": "local_colocated", "trainer": {"nnodes": 1, "nproc_per_node": 1}},
     }  # fmt: skip
     (out / "sf.yaml").write_text(json.dumps(said))  # YAML, too
@@ -172,10 +187,10 @@ def specforge(out: Path) -> None:
     if code := train(["train", "--config", str(out / "sf.yaml")]):
         raise SystemExit(code)
     command = str(Path(sys.executable).with_name("specforge"))
-    last = max((out / "sfout").rglob("*step*"), key=lambda path: path.stat().st_mtime)
+    last = max(work.rglob("*step*"), key=lambda path: path.stat().st_mtime)
     subprocess.run(
         [command, "export", "--to", "hf", "--checkpoint", str(last),
-         "--draft-config", str(out / "sf_draft.json"), "--output-dir", str(out / "specforge")],
+         "--draft-config", str(out / "sf_draft.json"), "--output-dir", str(kept)],
         check=True,
     )  # fmt: skip
 

@@ -33,16 +33,17 @@ from draftsmith.train.sources import open_source
 from draftsmith.train.verdict import Judge
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "gamma, ce (the base)": {},
-    "D-PACE": {"train.weights": "dpace"},
+    "D-PACE, ce (the base)": {},
+    "gamma auto": {"train.weights": "gamma"},
+    "gamma 2": {"train.weights": "gamma", "train.gamma": 2.0},
     "KL": {"train.loss": "kl", "features.final": "state"},
     "TV": {"train.loss": "tv", "features.final": "state"},
     "labels: target": {"train.labels": "target", "features.final": "argmax"},
-    "block 16, gamma 7": {"drafter.block_size": 16, "train.gamma": 7.0},
-    "gamma auto": {"train.gamma": "auto"},
+    "block 16": {"drafter.block_size": 16},
     "5 taps": {"taps": 5},
     "sliding layers": {"sliding": True},
 }
+BASE = next(iter(VARIANTS))
 DRAWS = 4000
 
 
@@ -138,7 +139,7 @@ def main() -> None:
         name, _, path = pair.partition("=")
         assert first is not None, "the base comes first"
         kept = base.root / "quality" / f"walks-{name}.json"
-        cfg = variant(base, "gamma, ce (the base)", 0, {})
+        cfg = variant(base, BASE, 0, VARIANTS[BASE])
         mine = walks(cfg, find_drafter(path), kept) * args.seeds
         lines.append(row(name, mine, first, [mine[:, 0].sum() / mine[:, 1].sum()]))
     print("| drafter | tau | 95% | difference | 95%, paired | tau of each seed |")

@@ -80,6 +80,7 @@ def render(
         "answered by the target itself, greedily" if cfg.regenerate.enabled else "answers as given"
     )
     train = cfg.train
+    weights = f"slots weighed by {'D-PACE' if train.weights == 'dpace' else f'gamma {train.gamma}'}"
     return CARD.format(
         target=info.name,
         revision=info.revision,
@@ -97,7 +98,7 @@ def render(
         f"{counts.get('supervised_tokens', 0):,} supervised tokens{_stored(counts, trained)}",
         steps=f"{trained['steps']:,}",
         recipe=f"{train.tokens_per_step} tokens each, {train.epochs} epochs, AdamW {train.lr}, "
-        f"{train.anchors_per_sample} anchors a sample, gamma {train.gamma}, seed {cfg.seed}"
+        f"{train.anchors_per_sample} anchors a sample, {weights}, seed {cfg.train_seed}"
         + (f"; started from {cfg.drafter.init_from}" if cfg.drafter.init_from else ""),
         version=__version__,
         vllm="VLLM_USE_V2_MODEL_RUNNER=1 " if mixed else "",

@@ -217,7 +217,7 @@ def _one_config(command: str, paths: list[str]) -> UserError:
         where="command line",
         found=" and ".join(map(repr, paths)) or "no configuration",
         expected=f"draftsmith {command} CONFIG [--section.key VALUE ...]",
-        remedy=f"`draftsmith {command} --help` lists the keys.",
+        remedy="`draftsmith run --help` lists the keys.",
     )
 
 

@@ -26,7 +26,6 @@ DEMO: dict[str, Any] = {
     "train": {
         "epochs": 4,
         "lr": 3.0e-3,
-        "gamma": 2.0,  # in two minutes only the first slots can be learnt: weigh them
         "anchors_per_sample": 4,
         "tokens_per_step": 1024,  # small steps: it takes some hundred before drafts are accepted
         "micro_batch_tokens": 1024,

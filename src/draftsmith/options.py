@@ -19,6 +19,9 @@ STAGES = {
     "export": "write the checkpoint that vLLM and SGLang load",
 }
 
+KEYS = "[--section.key VALUE ...]"
+"""As `draftsmith run --help` lists them."""
+
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their options; a configuration's keys are left to configfile.py."""
@@ -28,7 +31,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"draftsmith {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser(
-        "demo", help="the whole pipeline on the built-in tiny hybrid, on a CPU, in minutes"
+        "demo",
+        usage=f"draftsmith demo [--run FOLDER] {KEYS}",
+        help="the whole pipeline on the built-in tiny hybrid, on a CPU, in minutes",
     )
     demo.add_argument("--run", default="runs/demo", help="the run's folder (default: runs/demo)")
     for name, text in {"run": "all stages, finished ones skipped", **STAGES}.items():
@@ -46,7 +51,11 @@ def parser() -> argparse.ArgumentParser:
     watch.add_argument("--web", type=int, metavar="PORT", help="as a page; 0: any free port")
     watch.add_argument("--host", default="127.0.0.1", help="for --web; others need a token")
     _add_plan(commands)
-    doctor = commands.add_parser("doctor", help="what will work here, before weights are loaded")
+    doctor = commands.add_parser(
+        "doctor",
+        usage=f"draftsmith doctor CONFIG [--json] {KEYS}",
+        help="what will work here, before weights are loaded",
+    )
     doctor.add_argument("--json", action="store_true")
     _add_inspect(commands)
     _add_server_commands(commands)
@@ -63,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
+        usage=f"draftsmith plan CONFIG {KEYS} [options below]",
         allow_abbrev=False,
         help="bytes, hours and GPU memory of each stage, and the feature source that auto takes",
     )

@@ -74,6 +74,7 @@ def stored(extracted: Path, tmp_path: Path) -> Path:
         ("drafter", "layer_types", ["full_attention"], ["drafter", "1 entries for 2 layers"]),
         ("prepare", "sources", [], ["prepare.sources"]),
         ("train", "max-steps", 3, ["train.max-steps", "max_steps (did you mean that?)"]),
+        ("train", "gamma", 2.0, ["train", "gamma 2.0 weighs nothing"]),
         ("train", "lr", float("inf"), ["train.lr", "finite"]),
         ("evaluate", "suites", [], ["evaluate.suites"]),
         (
@@ -112,7 +113,7 @@ features:   {source: auto, taps: auto, num_taps: 5, final: none, store: null, ma
 extract:    {tokens_per_batch: 16384, codec: none}
 drafter:    {layers: 5, block_size: 16, layer_types: auto, sliding_window: 2048, mask_token_id: auto}
 train:      {epochs: 6, max_steps: null, lr: 6.0e-4, anchors_per_sample: 512, tokens_per_step: 32768,
-             micro_batch_tokens: 4096, labels: data, loss: ce, weights: gamma}
+             micro_batch_tokens: 4096, labels: data, loss: ce, weights: dpace}
 evaluate:   {suites: [held_out], methods: [ar, lookup, chain], max_new_tokens: 2048, temperature: 0.0, tree_budget: 64}
 export:     {layout: zlab}
 engine:     {kind: local}

@@ -33,12 +33,13 @@ def compare(sizes, dtype, device, bound) -> None:
     x = wide[..., : sum(widths)]
     assert conv_triton.fits(sizes, weight, None, "silu")
     got = conv_triton.conv_split(x, weight, row.position_ids[0], sizes)
-    y = _conv(row)(x.transpose(1, 2), weight, None, activation="silu").transpose(1, 2)
+    y = _conv(row)(x.cpu().transpose(1, 2), weight.cpu(), None, activation="silu").transpose(1, 2)
     parts = zip(y.split(widths, dim=-1), (K, K, V), strict=True)
     wanted = normed_apart(*(part.unflatten(-1, (-1, d)) for part, d in parts))
     for mine, want in zip(got, wanted, strict=True):
         assert mine.shape == want.shape and mine.dtype == dtype and mine.is_contiguous()
-        assert (mine.float() - want.float()).abs().max() <= bound * want.float().abs().max()
+        mine, want = mine.cpu().float(), want.float()
+        assert (mine - want).abs().max() <= bound * want.abs().max()
 
 
 def test_interpreted_the_kernel_is_the_torch_convolution():
@@ -73,6 +74,6 @@ def test_compiled_ahead_of_time_it_fits_every_gpu(arch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_on_a_gpu_it_is_the_torch_convolution(dtype, bound):
     compare((16, 128, 48, 128), dtype, "cuda", bound)

@@ -1,6 +1,7 @@
 """A mirror names only what it has, whole and of one making; and who may use it. Real S3 servers."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -49,10 +50,12 @@ def test_a_mirror_that_cannot_be_used_is_refused_before_any_work(tmp_path, disk)
         prepare(tmp_path / "a", mirror="elsewhere/x")
     with pytest.raises(UserError, match=r"features\.store"):
         prepare(tmp_path / "a", features__store=f"{MIRROR}/checkpoints/x")
-    (disk / "data").mkdir(parents=True)
-    (disk / "data" / "mine.txt").write_text("not yours")
-    with pytest.raises(UserError, match=r"data/mine\.txt"):
-        prepare(tmp_path / "a")
+    for name in ("data/mine.txt", "run.yaml"):
+        (disk / name).parent.mkdir(parents=True, exist_ok=True)
+        (disk / name).write_text("not yours")
+        with pytest.raises(UserError, match=re.escape(name)):
+            prepare(tmp_path / "a")
+        (disk / name).unlink()
     assert not (tmp_path / "a" / "run" / "data").exists()
 
 

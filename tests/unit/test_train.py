@@ -307,7 +307,7 @@ def test_a_checkpoint_is_of_its_moment_though_training_goes_on(extracted, tmp_pa
 
 @pytest.mark.parametrize(
     "settings, final",
-    [({"weights": "dpace"}, "none"), ({"labels": "target"}, "argmax"), ({"loss": "kl"}, "state"),
+    [({"weights": "gamma"}, "none"), ({"labels": "target"}, "argmax"), ({"loss": "kl"}, "state"),
      ({"loss": "tv"}, "state"), ({"recompute": True}, "none")],
 )  # fmt: skip
 def test_every_loss_trains(settings, final, extracted, trained, tmp_path):

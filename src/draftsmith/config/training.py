@@ -144,12 +144,12 @@ class TrainConfig(Section):
     """ce: cross-entropy with the labels; kl, tv: divergence from, or distance to, the target's
     distribution (need features.final: state).
     """
-    weights: Literal["gamma", "dpace"] = "gamma"
-    """gamma: slot k weighs exp(-(k-1)/gamma); dpace: by the probability that the slots before it are
-    accepted (D-PACE).
+    weights: Literal["gamma", "dpace"] = "dpace"
+    """dpace: a slot weighs what depends on it, by the probability that the slots before it are accepted
+    (D-PACE); gamma: slot k weighs exp(-(k-1)/gamma).
     """
     gamma: Auto | Annotated[float, Field(gt=0)] = "auto"
-    """auto: 4 at block 8, 5 at 10, 7 at 16 (the paper), interpolated."""
+    """Of weights: gamma. auto: 4 at block 8, 5 at 10, 7 at 16 (the paper), interpolated."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between log lines."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 500
@@ -168,6 +168,12 @@ class TrainConfig(Section):
     """Make activations again in the backward pass: less memory, about a quarter more time."""
     loggers: list[Literal["tensorboard", "wandb", "trackio"]] = ["tensorboard"]
     """Where curves go besides events.jsonl; tensorboard: RUN/logs. wandb and trackio are extras."""
+
+    @model_validator(mode="after")
+    def _gamma_of_gamma(self) -> "TrainConfig":
+        if self.gamma != "auto" and self.weights != "gamma":
+            raise ValueError(f"gamma {self.gamma} weighs nothing: set weights: gamma with it")
+        return self
 
     @property
     def blocks_together(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from draftsmith.bucket import Bucket
 from draftsmith.core import Damaged, UserError
 from draftsmith.files import digest
+from draftsmith.mirror.scan import SINGLE
 
 NAME = "mirror.json"
 KIND = "mirror/1"
@@ -97,7 +98,7 @@ def taken_over(uri: str) -> UserError:
 
 def refuse_strangers(bucket: Bucket) -> None:
     """A prefix with files that no mirror wrote is somebody's."""
-    names = [name for name in bucket.names() if name.split("/")[0] in FOLDERS]
+    names = [name for name in bucket.names() if name.split("/")[0] in (*FOLDERS, *SINGLE)]
     if names:
         raise UserError(
             where=f"mirror: {bucket.uri}",

@@ -40,7 +40,7 @@ class Rate:
 
 CONSTANTS = {
     "matmul_tflops": Rate(736, H200),
-    "extract_share": Rate(0.66, H200),
+    "extract_share": Rate(0.79, H200),
     "train_share": Rate(0.69, H200),
     "decode_share": Rate(0.5, "assumed"),
     "memory_gb_s": Rate(4800, "an H200's data sheet"),

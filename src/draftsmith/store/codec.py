@@ -5,6 +5,7 @@ states, so that a sample stays one range read. `crc32` is of each sample's store
 """
 
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ ZSTD_LEVEL = 1  # higher levels cost several times the time for about 1% of the 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126
+THREADS = 4  # samples of a shard at once: the last shard of a run is waited for
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,21 @@ class Encoded:
 
 def encode(codec: Codec, samples: list[Tensor]) -> Encoded:
     """The fields of these samples' states, each [n, taps, H] of one dtype."""
+    one = {"none": _plain, "fp8": _eight_bits, "lossless": _compressed}[codec]
+    with ThreadPoolExecutor(THREADS, "codec") as threads:
+        done = list(threads.map(one, samples))
+    pieces, ends = [piece for each in done for piece in each[0]], _ends([each[0] for each in done])
+    crc32 = torch.tensor([each[1] for each in done])
+    (taps, width), rows = samples[0].shape[1:], sum(map(len, samples))
     if codec == "lossless":
-        return _encode_lossless(samples)
+        frames = torch.tensor([0, *np.cumsum([len(piece) for piece in pieces]).tolist()])
+        whole = Field("hidden_zstd", torch.uint8, [int(frames[-1])], pieces)
+        return Encoded([whole, field("frames", frames)], crc32, ends)
     if codec == "fp8":
-        return _encode_fp8(samples)
-    taps, width = samples[0].shape[1:]
-    pieces = [raw(states) for states in samples]
-    rows = sum(len(states) for states in samples)
-    crc = [[zlib.crc32(raw(states[:, tap])) for tap in range(taps)] for states in samples]
-    whole = Field("hidden", samples[0].dtype, [rows, taps, width], pieces)
-    return Encoded([whole], torch.tensor(crc), _ends(pieces))
+        whole = Field("hidden_fp8", FP8, [rows, taps, width], pieces)
+        scale = torch.cat([each[2] for each in done if each[2] is not None])
+        return Encoded([whole, field("hidden_scale", scale)], crc32, ends)
+    return Encoded([Field("hidden", samples[0].dtype, [rows, taps, width], pieces)], crc32, ends)
 
 
 def decode(codec: Codec, data: memoryview, small: dict[str, Tensor], out: Tensor) -> None:
@@ -79,40 +86,36 @@ def stored_crc32(
     return out
 
 
-def _ends(pieces: list[memoryview]) -> list[int]:
-    return np.cumsum([len(piece) for piece in pieces]).tolist()
+def _ends(samples: list[list[memoryview]]) -> list[int]:
+    return np.cumsum([sum(map(len, pieces)) for pieces in samples]).tolist()
 
 
-def _encode_fp8(samples: list[Tensor]) -> Encoded:
+One = tuple[list[memoryview], list[int], Tensor | None]
+"""A sample's bytes in pieces, the CRC-32 of each tap's, and what else a codec keeps of it."""
+
+
+def _plain(states: Tensor) -> One:
+    return [raw(states)], [zlib.crc32(raw(states[:, t])) for t in range(states.shape[1])], None
+
+
+def _eight_bits(states: Tensor) -> One:
     """e4m3 with a scale for each token and tap: the row's largest magnitude becomes 448."""
-    taps, width = samples[0].shape[1:]
-    codes, scales, crc = [], [], []
-    for states in samples:
-        wide = states.float()
-        peak = wide.abs().amax(-1) if len(wide) else wide.new_zeros(0, taps)
-        assert torch.isfinite(peak).all(), "8 bits hold finite states only"
-        scale = (peak / FP8_MAX).clamp_min(SMALLEST_SCALE)
-        code = (wide / scale[:, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-        codes.append(raw(code))
-        scales.append(scale)
-        crc.append([zlib.crc32(raw(scale[:, t]), zlib.crc32(raw(code[:, t]))) for t in range(taps)])
-    scale = torch.cat(scales)
-    whole = Field("hidden_fp8", FP8, [len(scale), taps, width], codes)
-    return Encoded([whole, field("hidden_scale", scale)], torch.tensor(crc), _ends(codes))
+    wide = states.float()
+    peak = wide.abs().amax(-1) if len(wide) else wide.new_zeros(0, states.shape[1])
+    assert torch.isfinite(peak).all(), "8 bits hold finite states only"
+    scale = (peak / FP8_MAX).clamp_min(SMALLEST_SCALE)
+    code = (wide / scale[:, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    crc = [
+        zlib.crc32(raw(scale[:, t]), zlib.crc32(raw(code[:, t]))) for t in range(states.shape[1])
+    ]
+    return [raw(code)], crc, scale
 
 
-def _encode_lossless(samples: list[Tensor]) -> Encoded:
-    """A zstd frame for each sample and tap; `frames` [S * taps + 1] are their byte offsets."""
+def _compressed(states: Tensor) -> One:
+    """A zstd frame for each tap; a shard's `frames` [S * taps + 1] are their byte offsets."""
     packer = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True)
-    pieces, crc, ends = [], [], []
-    for states in samples:
-        taps = [packer.compress(_planes(states[:, tap])) for tap in range(states.shape[1])]
-        crc.append([zlib.crc32(frame) for frame in taps])
-        pieces += [memoryview(frame) for frame in taps]
-        ends.append(sum(map(len, pieces[-len(taps) :])) + (ends[-1] if ends else 0))
-    frames = torch.tensor([0, *_ends(pieces)])
-    whole = Field("hidden_zstd", torch.uint8, [int(frames[-1])], pieces)
-    return Encoded([whole, field("frames", frames)], torch.tensor(crc), ends)
+    taps = [packer.compress(_planes(states[:, tap])) for tap in range(states.shape[1])]
+    return [memoryview(frame) for frame in taps], [zlib.crc32(frame) for frame in taps], None
 
 
 def _planes(rows: Tensor) -> bytes:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -85,26 +86,40 @@ def pack(fields: Sequence[Field], about: dict[str, str]) -> list[memoryview]:
     """
     ordered = sorted(fields, key=lambda f: -f.dtype.itemsize)
     entries: dict[str, Any] = {}
-    checksum, end = hashlib.sha256(), 0
-    crc32: dict[str, int] = {}
+    end = 0
     for one in ordered:
-        begin = end
-        for piece in one.pieces:
-            checksum.update(piece)
-            crc32[one.name] = zlib.crc32(piece, crc32.get(one.name, 0))
-            end += len(piece)
+        begin, end = end, end + sum(map(len, one.pieces))
         assert end - begin == prod(one.shape) * one.dtype.itemsize, f"{one.name}: wrong size"
-        offsets = [begin, end]
         entries[one.name] = {
             "dtype": NAMES[one.dtype],
             "shape": one.shape,
-            "data_offsets": offsets,
+            "data_offsets": [begin, end],
         }
-    about = {**about, "data_sha256": checksum.hexdigest(), "crc32": json.dumps(crc32)}
+    with ThreadPoolExecutor(2, "checksum") as threads:
+        whole = threads.submit(_sha256, ordered)
+        crc32 = {one.name: threads.submit(_crc32, one.pieces) for one in ordered}
+    sums = {name: job.result() for name, job in crc32.items()}
+    about = {**about, "data_sha256": whole.result(), "crc32": json.dumps(sums)}
     text = json.dumps({"__metadata__": about, **entries}).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     return [memoryview(head), *(piece for one in ordered for piece in one.pieces)]
+
+
+def _sha256(fields: Sequence[Field]) -> str:
+    """Of all their bytes, in order."""
+    checksum = hashlib.sha256()
+    for one in fields:
+        for piece in one.pieces:
+            checksum.update(piece)
+    return checksum.hexdigest()
+
+
+def _crc32(pieces: Sequence[memoryview]) -> int:
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+    return crc
 
 
 def read_header(place: Place, name: str) -> Header:
