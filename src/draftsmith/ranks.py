@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -22,13 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draftsmith.core import FaultFound, Stopped, UserError
+from draftsmith.files import write_json
 from draftsmith.monitor.failures import ECHOES, first_cause
 from draftsmith.monitor.state import LAUNCHED
 from draftsmith.tether import tethered
 
 LOG = "train.log"
 KILLED = re.compile(r"exitcode: -(\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
-STOP_S = 60  # what torchrun has for its workers' ends
+LAST_S = 60
+"""What a rank that is told to stop has for its last checkpoint, before torchrun ends it by SIGKILL."""
+TORCHRUN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ def joined(device: str, notes: Path) -> Iterator[Ranks]:
         yield Ranks()
         return
     if device == "cuda":
+        _check_gpus(notes)
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -96,8 +101,20 @@ def joined(device: str, notes: Path) -> Iterator[Ranks]:
         if not isinstance(error, Stopped):
             _note(notes / f"rank-{ranks.rank}.json", error)
         raise
-    finally:
-        dist.destroy_process_group()
+    dist.destroy_process_group()  # after an error NCCL's would wait for ranks that wait for this one
+
+
+def _check_gpus(notes: Path) -> None:
+    there, asked = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+    if asked > there:
+        error = UserError(
+            where="torchrun --nproc-per-node",
+            found=f"{asked} processes on {socket.gethostname()}, which has {there} GPUs",
+            expected="a GPU a process",
+            remedy=f"Give --nproc-per-node {there} there, or show it more (CUDA_VISIBLE_DEVICES).",
+        )
+        _note(notes / f"rank-{os.environ['RANK']}.json", error)
+        raise error
 
 
 def _forget(notes: Path) -> None:
@@ -106,10 +123,10 @@ def _forget(notes: Path) -> None:
 
 
 def _note(path: Path, error: Exception) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     parts = error.parts if isinstance(error, UserError) else None
     cause = f"{type(error).__name__}: {error}"
-    path.write_text(json.dumps({"at": time.time(), "cause": cause, "parts": parts}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"at": time.time(), "cause": cause, "parts": parts})  # others read it at once
 
 
 def launch(command: list[str], count: int, notes: Path) -> None:
@@ -122,14 +139,14 @@ def launch(command: list[str], count: int, notes: Path) -> None:
     torchrun += [f"--nproc-per-node={count}", "-m", "draftsmith.cli", *command]
     with open(notes / LOG, "ab") as log:
         begin = log.tell()
-        env = {"OMP_NUM_THREADS": "1", **os.environ, LAUNCHED: "1"}
-        process = subprocess.Popen(tethered(torchrun), env=env, stderr=log)
+        env = {"OMP_NUM_THREADS": "1", TORCHRUN: str(LAST_S), **os.environ, LAUNCHED: "1"}
+        process = subprocess.Popen(tethered(torchrun, LAST_S + 10), env=env, stderr=log)
     try:
         code = process.wait()
     except BaseException:
         process.terminate()  # which torchrun hands on
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
+            process.wait(LAST_S + 20)
         process.kill()
         raise
     if code != 0:

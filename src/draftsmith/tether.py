@@ -1,8 +1,9 @@
 """A command that ends when the process that started it does, however that ended:
 
-    python -m draftsmith.tether PARENT_PID COMMAND ...
+    python -m draftsmith.tether PARENT_PID SECONDS COMMAND ...
 
-Servers and torchrun run under it: killed with -9, a run leaves no process behind that holds a GPU.
+SECONDS: what it has between SIGTERM and SIGKILL. Servers and torchrun run under it: killed with -9, a run leaves no
+process behind that holds a GPU.
 """
 
 import os
@@ -17,14 +18,14 @@ LOOK_S = 0.5
 END_S = 30.0  # a server of a large model takes its time
 
 
-def tethered(command: list[str]) -> list[str]:
+def tethered(command: list[str], wait_s: float = END_S) -> list[str]:
     """The command, tied to this process."""
-    return [sys.executable, "-m", "draftsmith.tether", str(os.getpid()), *command]
+    return [sys.executable, "-m", "draftsmith.tether", str(os.getpid()), str(wait_s), *command]
 
 
 def main() -> int:
     """Run the command until it ends, SIGTERM comes or the parent is gone; the command's exit code."""
-    parent, command = int(sys.argv[1]), sys.argv[2:]
+    parent, wait_s, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     adopt_orphans()
     code, child = 143, None
     try:
@@ -39,8 +40,8 @@ def main() -> int:
     except (Stopped, KeyboardInterrupt):
         pass
     if child is not None and child.poll() is None:
-        end([child.pid], wait_s=END_S)  # torchrun hands it on: its ranks are told once
-    end(descendants(os.getpid()), wait_s=END_S)
+        end([child.pid], wait_s=wait_s)  # torchrun hands it on: its ranks are told once
+    end(descendants(os.getpid()), wait_s=wait_s)
     if code < 0:  # who started this sees the same end
         os.kill(os.getpid(), -code)
     return code

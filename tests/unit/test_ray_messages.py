@@ -2,6 +2,9 @@
 
 import socket
 import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from runs import write_config
@@ -9,7 +12,7 @@ from runs import write_config
 from draftsmith import __version__, configfile, shared
 from draftsmith.config import EngineConfig
 from draftsmith.core import UserError
-from draftsmith.engines import for_workers, refusals
+from draftsmith.engines import Tasks, for_workers, refusals
 from draftsmith.engines.cluster import Cluster
 from draftsmith.shared import marked
 
@@ -76,3 +79,66 @@ def test_workers_are_started_in_other_folders(tmp_path, monkeypatch):
     )
     distant = configfile.load(write_config(tmp_path), {"features.store": "s3://bucket/x"})
     assert for_workers(distant).store == "s3://bucket/x"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    worker: Any
+    ask: Any
+
+
+class Lossy:
+    """Stands for Ray and its cluster: actors live here, and every third of their answers is lost on the way."""
+
+    class Unavailable(Exception):
+        pass
+
+    errors, gpus, a_place = (Unavailable,), 0, "a CPU"
+    exceptions = SimpleNamespace(ActorUnavailableError=Unavailable)
+
+    def __init__(self) -> None:
+        self.ray, self.count = self, 0
+
+    def start(self, kind, args, *, restarts):
+        worker = kind(*args)
+        return SimpleNamespace(turn=SimpleNamespace(remote=lambda ask: Call(worker, ask)))
+
+    def get(self, turn):
+        answer = turn.worker.turn(turn.ask)  # it arrives; the answer may not
+        self.count += 1
+        assert self.count < 500, "a worker that waits for ever"
+        if self.count % 3 == 0:
+            raise self.Unavailable("lost")
+        return answer
+
+    def wait(self, turns, timeout):
+        return turns[:1], turns[1:]
+
+    def why(self, error, where):
+        return f"a worker on {where}: {error}"
+
+    answers = lambda self: True  # noqa: E731
+    room = lambda self: 2  # noqa: E731
+    end = lambda self, actor: None  # noqa: E731
+    is_node_loss = lambda self, error: True  # noqa: E731
+    described = lambda self: ""  # noqa: E731
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_answers_that_are_lost_come_again(workers, monkeypatch):
+    """No worker that lives is left waiting for a task, and its last word is heard."""
+    from draftsmith.engines import ray
+
+    made, said, lost = [], [], []
+    monkeypatch.setattr(ray, "TURN_S", 0.05)
+
+    def work(tasks, say, done):
+        for number, payload in tasks:
+            made.append(payload)
+            say(number)
+            done(number)
+
+    tasks = Tasks("extract", work, list(range(20)), str, said.append, lambda *x: lost.append(x))
+    cfg = SimpleNamespace(engine=SimpleNamespace(wait_s=5.0))
+    ray._Pool(cfg, tasks, Lossy(), workers, []).run()
+    assert set(made) == {str(n) for n in range(20)} and set(said) == set(range(20)) and lost

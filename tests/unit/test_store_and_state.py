@@ -1,5 +1,6 @@
 """Outputs are whole or absent; state.json says what is so; metrics count what they say."""
 
+import errno
 import json
 import os
 import subprocess
@@ -73,6 +74,18 @@ def test_state_of_a_stage_that_ends_well_badly_or_is_stopped(tmp_path):
         json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()
     ]
     assert kinds == ["start", "working", "done", "start", "failed", "start", "stopped"]
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    def flock(file, how):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(state.fcntl, "flock", flock)
+    with (
+        pytest.raises(UserError, match="without locks.*-o flock"),
+        state.locked(tmp_path),
+    ):
+        pass
 
 
 def test_a_dead_process_is_failed_and_one_that_does_not_advance_is_stalled(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from runs import command, contents, kill_when, resume
 from safetensors.torch import load_file
 
-from draftsmith import configfile, pipeline, places, train
+from draftsmith import configfile, pipeline, places, ranks, train
 from draftsmith import manifest as manifests
 from draftsmith import tokenize as tokenize_stage
 from draftsmith.core import Sample, UserError
@@ -134,6 +134,27 @@ def test_live_fills_a_store_that_later_epochs_and_runs_read(extracted, tmp_path,
     assert same(
         weights(cfg.root), load_file(next((tmp_path / "before").glob("*/model.safetensors")))
     )
+    place, more = cfg.root / "features", tmp_path / "more"
+    half = place / "live-2-of-3"  # of three ranks that ended in their first epoch
+    half.mkdir()
+    (half / "shard-000000.safetensors").write_bytes(b"half")
+    for changes, match in (
+        ({"train": {"processes": 2, "max_steps": 4}}, None),
+        ({"features": {"taps": [0, 2]}}, "taps was"),
+    ):
+        other = {
+            key: {**sections.get(key, {}), **changes.get(key, {})} for key in (*sections, *changes)
+        }
+        other["features"]["store"] = str(place)
+        shutil.rmtree(more, ignore_errors=True)
+        done = command("train", config(extracted, more, "tokenize", **other), fresh=True)
+        if match:
+            assert done.returncode == 2 and match in done.stderr
+        else:
+            assert done.returncode == 0, done.stderr
+            assert [path.name for path in place.iterdir()] == ["live-1-of-1"], (
+                "read, and nothing beside it"
+            )
 
 
 def test_a_killed_training_goes_on_bit_for_bit(extracted, trained, tmp_path):
@@ -264,7 +285,28 @@ def test_gradients_that_explode_or_are_not_finite_stop_it():
     assert said[:4] == [None] * 4 and "1e+04" in said[4] and "usually" in said[4]
     assert "loss nan" in watched.wrong(1.0, math.nan)
     with pytest.raises(UserError, match=r"step 5: found loss.*samples \[7\].*tap 1: rms .* 0 zero"):
-        guards.refuse(5, "loss nan", [batch(torch.randn(9, 2, 16))], [1, 3])
+        guards.refuse(5, "loss nan", [batch(torch.randn(9, 2, 16))], [1, 3], Ranks())
+
+
+def test_of_all_ranks_the_one_with_the_bad_states_is_named(monkeypatch):
+    """On every rank the same, one without a row included."""
+    nan = (False, [41], "tap 1: 1 not finite")
+    monkeypatch.setattr(Ranks, "gather", lambda self, mine: [None, (True, [3], "fine"), nan, mine])
+    for batches in ([], [batch(torch.randn(9, 2, 16))]):
+        with pytest.raises(UserError, match=r"loss nan on samples \[41\] \(tap 1: 1 not finite"):
+            guards.refuse(5, "loss nan", batches, [1, 3], Ranks(3, 4))
+
+
+def test_more_processes_than_gpus_are_refused_before_they_meet(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "8", "RANK": "5"}.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(UserError, match="8 processes on .*, which has 4 GPUs"),
+        ranks.joined("cuda", tmp_path),
+    ):
+        pass
+    assert "nproc-per-node" in (tmp_path / "rank-5.json").read_text()
 
 
 def test_the_best_checkpoint_outlives_newer_ones(extracted, tmp_path):

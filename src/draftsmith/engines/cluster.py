@@ -24,6 +24,7 @@ STORE_BYTES = 200 << 20
 GONE_S = 30.0
 """Without an answer of the head; after a minute Ray ends the whole process, without unwinding."""
 LOOK_S = 2.0
+CLIENT = "ray://"
 
 
 class Cluster:
@@ -59,7 +60,11 @@ class Cluster:
             ):  # not in the main thread; Ray's own would end us without unwinding
                 for sign, handler in handlers.items():
                     signal.signal(sign, handler)
-        self._head = self.ray.get_runtime_context().gcs_address
+        context = self.ray.get_runtime_context()
+        outside = address.startswith(
+            CLIENT
+        )  # the head's own address may not be reachable from there
+        self._head = address.removeprefix(CLIENT).strip("/") if outside else context.gcs_address
         try:
             self._check()
         except BaseException:
@@ -165,13 +170,20 @@ class Cluster:
 
     def is_node_loss(self, error: Exception) -> bool:
         """Whether an actor died with its node: not its own fault, nor its task's."""
-        return bool(re.search(r"node (has )?(died|was|is) ?|raylet", str(error), re.IGNORECASE))
+        if isinstance(error, self.ray.exceptions.OutOfMemoryError):
+            return False
+        lost = r"node (has )?(died|was|is) ?|raylet (has )?(died|crashed|failed|terminated|was|is)"
+        return bool(re.search(lost, str(error), re.IGNORECASE))
 
     def why(self, error: Exception, where: str | None) -> str:
         """An actor's death, in a line."""
         worker = f"a worker on {where}" if where else "a worker that had not begun"
         if self.is_node_loss(error):
             return f"{worker} died (exit with its node)"
+        if isinstance(error, self.ray.exceptions.OutOfMemoryError):
+            return (
+                f"{worker} died (exit: Ray's memory monitor killed it, its node was out of memory)"
+            )
         if isinstance(error, self.ray.exceptions.ActorUnavailableError):
             return f"{worker} died (exit, or its node's: it does not answer)"
         detail = re.search(r"Worker exit detail: (.*)", str(error)) or re.search(

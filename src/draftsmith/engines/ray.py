@@ -41,6 +41,8 @@ class Worker:
 
     def __init__(self, version: str, work: Work, marks: list[str], gpus: int) -> None:
         self.life = uuid4().hex
+        self._number, self._heard = 0, 0
+        self._unheard: deque[tuple[str, Any]] = deque()
         self._asked: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._said: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         where = f"{socket.gethostname()}, process {os.getpid()}"
@@ -48,16 +50,24 @@ class Worker:
         live = threading.Thread(target=self._live, args=(version, work, marks, gpus), daemon=True)
         live.start()
 
-    def turn(self, tasks: list[tuple[int, Any] | None]) -> tuple[str, list[tuple[str, Any]]]:
-        """Take these tasks (None: no more will come); this life, and what was said since."""
-        for task in tasks:
-            self._asked.put(task)
-        said: list[tuple[str, Any]] = []
+    def turn(self, ask: "Turn") -> tuple[str, list[tuple[str, Any]]]:
+        """Take these tasks; this life, and what was said that the driver has not heard. Either way may be
+        lost: a turn that comes again gives its tasks once, and its answer is kept until the next one.
+        """
+        if ask.life == self.life:
+            while self._heard < ask.heard:
+                self._unheard.popleft()
+                self._heard += 1
+            if ask.number > self._number:
+                self._number = ask.number
+                for task in ask.tasks:
+                    self._asked.put(task)
         with suppress(Empty):
-            said.append(self._said.get(timeout=TURN_S))
+            if not self._unheard:
+                self._unheard.append(self._said.get(timeout=TURN_S))
             while True:
-                said.append(self._said.get_nowait())
-        return self.life, said
+                self._unheard.append(self._said.get_nowait())
+        return self.life, list(self._unheard)
 
     def _live(self, version: str, work: Work, marks: list[str], gpus: int) -> None:
         try:
@@ -84,14 +94,31 @@ class Worker:
             yield task
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What an actor is asked, of the life that it was in: its `number` in that life, tasks (None: no more will
+    come), and how many of its words were heard.
+    """
+
+    life: str | None
+    number: int
+    tasks: list[tuple[int, Any] | None]
+    heard: int
+
+
 @dataclass
 class _Actor:
-    """An actor as the driver knows it; `where` is None until it has said its first word."""
+    """An actor as the driver knows it; `where` is None until it has said its first word, and while it does not
+    answer.
+    """
 
     handle: Any
     asked_at: float = field(default_factory=time.monotonic)
     life: str | None = None
+    born: str | None = None
     where: str | None = None
+    turn: Turn = Turn(None, 0, [], 0)
+    heard: int = 0
     tasks: set[int] = field(default_factory=set)
     wants: int = 0
     ending: bool = False
@@ -156,7 +183,8 @@ class _Pool:
             self._turn(_Actor(self._cluster.start(Worker, args, restarts=RESTARTS)), [])
 
     def _turn(self, actor: _Actor, tasks: list[tuple[int, Any] | None]) -> None:
-        self._turns[actor.handle.turn.remote(tasks)] = actor
+        actor.turn = Turn(actor.life, actor.turn.number + 1, tasks, actor.heard)
+        self._turns[actor.handle.turn.remote(actor.turn)] = actor
 
     def _hear(self, actor: _Actor, turn: Any) -> None:
         """What an actor says, and the next turn's tasks."""
@@ -167,10 +195,13 @@ class _Pool:
             return
         if life != actor.life:  # Ray has started it again
             self._requeue(actor)
-            actor.life, actor.wants, actor.ending = life, 0, False
+            actor.life, actor.heard, actor.wants, actor.ending = life, 0, 0, False
+        elif actor.where is None:  # it lives, and did not answer for a while
+            actor.where = actor.born
+        actor.heard += len(said)
         for kind, value in said:
             if kind == "born":
-                actor.where = value
+                actor.born = actor.where = value
                 print(f"{self._tasks.stage}: a worker on {value}", flush=True)
             elif kind == "said":
                 self._tasks.on_message(value)
@@ -206,8 +237,8 @@ class _Pool:
     def _lost(self, actor: _Actor, error: Any) -> None:
         """Its tasks go to others. Ray may start it again: the next turn waits for that."""
         said = self._cluster.why(error, actor.where)
-        ended = isinstance(error, self._cluster.ray.exceptions.ActorDiedError)
-        if ended and error.actor_init_failed:
+        ended = not isinstance(error, self._cluster.ray.exceptions.ActorUnavailableError)
+        if getattr(error, "actor_init_failed", False):
             raise self._cluster.refusal(error)
         held = sorted(actor.tasks)
         if actor.where is not None:
@@ -219,11 +250,13 @@ class _Pool:
             if self._took_along[number] > RESTARTS:
                 raise FaultFound(f"{said}, as {RESTARTS} others that had task {number} under way")
         actor.where, actor.asked_at = None, time.monotonic()
-        if not ended:
-            self._turn(actor, [])
-        elif not held and not self._cluster.is_node_loss(error):
-            raise FaultFound(f"{said}, after {RESTARTS} restarts by Ray")
         self._grown_at = -GROW_S
+        if not ended:
+            self._turns[actor.handle.turn.remote(actor.turn)] = actor  # the same again
+            return
+        self._cluster.end(actor.handle)
+        if not held and not self._cluster.is_node_loss(error):
+            raise FaultFound(f"{said}, after {RESTARTS} restarts by Ray")
 
     def _requeue(self, actor: _Actor) -> None:
         self._todo.extendleft(sorted(actor.tasks & self._left, reverse=True))

@@ -296,4 +296,11 @@ def _lock(file: IO[str]) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise UserError(
+            where=file.name,
+            found=f"a file system without locks ({error.strerror})",
+            expected="one that has them, so that two processes never write one run",
+            remedy="Mount it with locks (Lustre: -o flock), or use another `run:`.",
+        ) from None
     return True

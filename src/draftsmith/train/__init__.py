@@ -295,7 +295,7 @@ def train(
             )
             wrong = gradients.wrong(sums.norm.item(), sums.loss.item())
             if wrong:
-                guards.refuse(number + 1, wrong, sums.batches, taps)
+                guards.refuse(number + 1, wrong, sums.batches, taps, ranks)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             done, took = number + 1, time.perf_counter() - started

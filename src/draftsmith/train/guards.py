@@ -6,12 +6,14 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from draftsmith.core import UserError
 from draftsmith.features import FeatureBatch
+from draftsmith.ranks import Ranks
 
 SAME = 1e-6  # relative difference under which two things are one
 EXPLODED = 100.0  # times the usual norm
@@ -91,13 +93,22 @@ class Gradients:
         return None
 
 
-def refuse(number: int, wrong: str, batches: Sequence[FeatureBatch], taps: Sequence[int]) -> None:
-    """Raise UserError for step `number` (from 1) with its samples and their states."""
-    ids = [i for batch in batches for i in batch.sample_ids]
-    states = torch.cat([batch.hidden.float().cpu() for batch in batches])
+def refuse(
+    number: int, wrong: str, batches: Sequence[FeatureBatch], taps: Sequence[int], ranks: Ranks
+) -> NoReturn:
+    """Raise UserError for step `number` (from 1) with the samples and states of a rank, all ranks together:
+    of one whose states are not finite, or else of the first that had a row.
+    """
+    mine = None
+    if batches:
+        states = torch.cat([batch.hidden.float().cpu() for batch in batches])
+        ids = [i for batch in batches for i in batch.sample_ids]
+        mine = (bool(states.isfinite().all()), ids[:20], tap_statistics(states, taps))
+    every = [found for found in ranks.gather(mine) if found]
+    _, ids, statistics = min(every, key=lambda found: found[0])
     raise UserError(
         where=f"train step {number}",
-        found=f"{wrong} on samples {ids[:20]} ({tap_statistics(states, taps)})",
+        found=f"{wrong} on samples {ids} ({statistics})",
         expected="finite numbers, and gradients like those before",
         remedy="Lower train.lr, or look at these samples (`draftsmith inspect`, `draftsmith verify`); "
         "the same command goes on from the last checkpoint.",

@@ -3,6 +3,8 @@ target that the drafter borrows.
 """
 
 import copy
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,8 +13,9 @@ from torch import Tensor, nn
 
 import draftsmith.tokenize as tokenize_stage
 from draftsmith import extract, files, places
+from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig
-from draftsmith.core import Sample
+from draftsmith.core import Sample, UserError
 from draftsmith.extract.plan import ENGINES, engine_of
 from draftsmith.extract.worker import target_forward
 from draftsmith.features import Source, StoreSource
@@ -25,6 +28,7 @@ from draftsmith.target.selftest import self_test
 from draftsmith.tokenize.samples import Samples
 from draftsmith.train.live import LiveSource
 
+LIVE = re.compile(r"live-\d+-of-\d+")
 PROBES = 8  # samples of the packed rows' self-test
 
 
@@ -95,20 +99,48 @@ def frozen_of(cfg: RunConfig) -> tuple[tuple[Tensor, Tensor, float], nn.Module |
 def _kept(
     cfg: RunConfig, engine: str, ranks: Ranks
 ) -> tuple[WriteThrough | None, list[StoreReader]]:
-    """With features.max_bytes: this rank's store, to be filled, and those that are finished."""
+    """With features.max_bytes: this rank's store, to be filled, and those that are finished, by any number of
+    ranks: where one is of another number, the first epoch is over, and what fitted is there.
+    """
     if cfg.features.max_bytes is None:
         return None, []
     inputs = {**extract.wanted(cfg), "engine": f"{engine}, beside the trainer"}
-    mine = _store_of(cfg, ranks)
-    every = [_store_of(cfg, Ranks(rank, ranks.count)) for rank in range(ranks.count)]
-    readers = [StoreReader(place) for place in every if is_complete(place)]
-    if is_complete(mine):
+    mine, own = _store_of(cfg, ranks), f"-of-{ranks.count}"
+    if ranks.lead:
+        for name, place in _live_stores(cfg):
+            if not name.endswith(own) and not is_complete(place):
+                place.clear()  # of an epoch that was not ended: nobody reads it, and its bytes count
+    ranks.barrier()
+    finished = {name: place for name, place in _live_stores(cfg) if is_complete(place)}
+    for place in finished.values():
+        _check_inputs(place, inputs)
+    readers = [StoreReader(place) for place in finished.values()]
+    if is_complete(mine) or not all(name.endswith(own) for name in finished):
         return None, readers
     keep = WriteThrough(
         mine, inputs, max_bytes=cfg.features.max_bytes // ranks.count,
         shard_bytes=cfg.extract.shard_bytes, event=lambda *args, **fields: None,
     )  # fmt: skip
     return keep, readers
+
+
+def _live_stores(cfg: RunConfig) -> list[tuple[str, Place]]:
+    """All ranks' stores, of this and other numbers of ranks."""
+    names = {name.split("/")[0] for name in places.at(cfg.store).names()}
+    found = sorted(name for name in names if LIVE.fullmatch(name))
+    return [(name, places.at(f"{cfg.store}/{name}")) for name in found]
+
+
+def _check_inputs(place: Place, inputs: dict[str, Any]) -> None:
+    manifest = manifests.read(place)
+    assert manifest is not None, "a finished store has one"
+    if changes := manifests.differences(manifest["inputs"], json.loads(json.dumps(inputs))):
+        raise UserError(
+            where=str(place),
+            found=f"features made for other inputs ({'; '.join(changes)})",
+            expected="those of this configuration and data",
+            remedy=f"Delete {place}, or use another features.store.",
+        )
 
 
 def _store_of(cfg: RunConfig, ranks: Ranks) -> Place:
