@@ -17,7 +17,7 @@ from draftsmith.core import RowPlan
 from draftsmith.places import Place
 from draftsmith.store.buffers import Buffers
 from draftsmith.store.reader import StoreReader
-from draftsmith.target.rows import plan_packed_rows
+from draftsmith.target.rows import plan_mixed_rows, plan_packed_rows
 
 EXTRA: dict[str, tuple[str, ...]] = {"none": (), "state": ("final",), "argmax": ("argmax",)}
 """What `features.final` adds to a sample's tensors."""
@@ -77,11 +77,14 @@ class Source(Protocol):
         ...
 
 
-def epoch_plan(sizes: list[int], *, budget: int, seed: int, epoch: int) -> RowPlan:
+def epoch_plan(
+    sizes: list[int], *, budget: int, seed: int, epoch: int, mixed: bool = False
+) -> RowPlan:
     """The micro-batches of an epoch, samples of these sizes up to `budget` in each; rows hold positions.
-    A pure function of its arguments.
+    `mixed`: each is a mixture of lengths like the whole, and less full. A pure function of its arguments.
     """
-    return plan_packed_rows(sizes, tokens_per_batch=budget, seed=seed * 1_000_003 + epoch)
+    plan = plan_mixed_rows if mixed else plan_packed_rows
+    return plan(sizes, tokens_per_batch=budget, seed=seed * 1_000_003 + epoch)
 
 
 class StoreSource:

@@ -12,7 +12,7 @@ from draftsmith.target import packed as packed_module
 from draftsmith.target.forward import StatesForward
 from draftsmith.target.load import text_decoder
 from draftsmith.target.packed import can_pack, pack, packed
-from draftsmith.target.rows import plan_packed_rows
+from draftsmith.target.rows import plan_mixed_rows, plan_packed_rows
 from draftsmith.target.selftest import self_test
 from draftsmith.target.taps import capture
 from tiny_models import GDN_FAMILIES, build, random_ids
@@ -147,20 +147,33 @@ def test_the_model_is_as_before_afterwards():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("plan_of", [plan_packed_rows, plan_mixed_rows])
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 300), max_size=400), st.integers(16, 256), st.integers(0, 3))
-def test_packed_rows_hold_every_sample_once_within_the_budget(lengths, budget, seed):
-    plan = plan_packed_rows(lengths, tokens_per_batch=budget, seed=seed)
+def test_packed_rows_hold_every_sample_once_within_the_budget(plan_of, lengths, budget, seed):
+    plan = plan_of(lengths, tokens_per_batch=budget, seed=seed)
     assert sorted(i for row in plan.rows for i in row) == list(range(len(lengths)))
     for row in plan.rows:
         assert len(row) == 1 or sum(lengths[i] for i in row) <= budget
-    assert plan == plan_packed_rows(lengths, tokens_per_batch=budget, seed=seed)
+    assert plan == plan_of(lengths, tokens_per_batch=budget, seed=seed)
 
 
-def test_rows_are_nearly_full():
+@pytest.mark.parametrize(("plan_of", "row"), [(plan_packed_rows, 16384), (plan_mixed_rows, 32768)])
+def test_rows_are_nearly_full(plan_of, row):
     generator = torch.Generator().manual_seed(0)
     for median, sigma in ((60, 0.8), (400, 0.8), (2000, 0.6)):
         drawn = torch.exp(torch.randn(20_000, generator=generator) * sigma) * median
         lengths = drawn.long().clamp(16, 8192).tolist()
-        plan = plan_packed_rows(lengths, tokens_per_batch=16384, seed=1)
-        assert plan.num_tokens / plan.padded_tokens > 0.98
+        plan = plan_of(lengths, tokens_per_batch=row, seed=1)
+        assert plan.num_tokens / plan.padded_tokens > 0.97
+
+
+def test_mixed_rows_are_each_like_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.exp(torch.randn(20_000, generator=generator) * 0.6) * 60
+    lengths = drawn.long().clamp(8, 500).tolist()
+    counts = {}
+    for plan_of in (plan_packed_rows, plan_mixed_rows):
+        sizes = [len(row) for row in plan_of(lengths, tokens_per_batch=1024, seed=1).rows]
+        counts[plan_of] = torch.tensor(sizes).float().std().item()
+    assert counts[plan_mixed_rows] < 2 < counts[plan_packed_rows]

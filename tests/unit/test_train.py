@@ -18,7 +18,7 @@ from draftsmith import tokenize as tokenize_stage
 from draftsmith.core import Sample, UserError
 from draftsmith.decode.replay import replay
 from draftsmith.drafter.attention import by_sample
-from draftsmith.drafter.blocks import make_blocks
+from draftsmith.drafter.blocks import anchor_limit, anchor_share, make_blocks
 from draftsmith.drafter.checkpoint import load_drafter
 from draftsmith.drafter.model import DFlash
 from draftsmith.features import FeatureBatch
@@ -74,9 +74,12 @@ def test_a_micro_batch_is_bounded_in_tokens_and_blocks(extracted, tmp_path):
     cfg = cfg.model_copy(update={"anchors_per_sample": 20, "micro_batch_blocks": 30, "epochs": 3})
     lengths, anchors = [30, 100, 50, 200, 300, 40] * 9, [25, 3, 18, 150, 40, 0] * 9
     steps = plan_steps(cfg.model_copy(update={"max_steps": None}), lengths, anchors, seed=0)
+    share = anchor_share(anchors, 20)
+    drawn = [min(a, anchor_limit(a, share, 30)) for a in anchors]
+    assert drawn[:6] == [13, 2, 9, 30, 20, 0], "by length, and no sample more than a row holds"
     for step in steps:
         for row in step.rows:
-            tokens, blocks = sum(lengths[i] for i in row), sum(min(20, anchors[i]) for i in row)
+            tokens, blocks = sum(lengths[i] for i in row), sum(drawn[i] for i in row)
             assert len(row) == 1 or (tokens <= 256 and blocks <= 30)
     for epoch in range(3):
         rows = [row for step in steps if step.epoch == epoch for row in step.rows]
@@ -131,9 +134,8 @@ def test_live_fills_a_store_that_later_epochs_and_runs_read(extracted, tmp_path,
     computed.clear()
     pipeline.run(cfg, ["train"])
     assert not computed and losses(cfg.root) == first
-    assert same(
-        weights(cfg.root), load_file(next((tmp_path / "before").glob("*/model.safetensors")))
-    )
+    before = checkpoints.checkpoints(tmp_path / "before")[-1]
+    assert same(weights(cfg.root), load_file(before / "model.safetensors"))
     place, more = cfg.root / "features", tmp_path / "more"
     half = place / "live-2-of-3"  # of three ranks that ended in their first epoch
     half.mkdir()

@@ -129,7 +129,9 @@ class TrainConfig(Section):
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this global norm."""
     anchors_per_sample: Annotated[int, Field(ge=1)] = 512
-    """Random anchors drawn in each sample, each epoch anew."""
+    """Random anchors, each epoch anew: so many a sample on average, in proportion to its answer's length, and at
+    most micro_batch_blocks in one.
+    """
     tokens_per_step: Annotated[int, Field(ge=1)] = 32768
     """Target tokens of one optimizer step."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 4096

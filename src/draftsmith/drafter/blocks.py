@@ -16,6 +16,18 @@ from torch import Tensor
 from draftsmith.drafter.config import DrafterShape
 
 
+def anchor_share(num_anchors: Sequence[int], mean: int) -> float:
+    """The share of their places that samples get, all the same one: `mean` anchors a sample on average. A
+    long answer then weighs what its length is worth, as it does in tau.
+    """
+    return min(1.0, mean * len(num_anchors) / max(1, sum(num_anchors)))
+
+
+def anchor_limit(num_anchors: int, share: float, most: int) -> int:
+    """Of a sample with so many places; one at least, `most` at most."""
+    return min(most, max(1, round(share * num_anchors)))
+
+
 def draw_anchors(
     loss_mask: np.ndarray, *, limit: int, seed: int, epoch: int, sample_id: int
 ) -> np.ndarray:

@@ -13,7 +13,7 @@ from draftsmith import manifest as manifests
 from draftsmith import prepare, tables
 from draftsmith.config import RunConfig
 from draftsmith.core import UserError
-from draftsmith.drafter.blocks import draw_anchors
+from draftsmith.drafter.blocks import anchor_limit, anchor_share
 from draftsmith.target.load import load_tokenizer
 
 ANSWER_SHARE = 0.5
@@ -76,13 +76,15 @@ def _given(cfg: RunConfig, samples: int, tokens: int, source: str) -> Work:
 
 
 def _tokenized(cfg: RunConfig, described: dict[str, Any]) -> Work:
-    samples = tokens = answer = anchors = 0
-    limit = cfg.train.anchors_per_sample
+    samples = tokens = answer = 0
+    places: list[int] = []
     for row in tables.read_rows(tokenize_stage.folder(cfg), described):
         mask = np.asarray(row["loss_mask"], dtype=np.uint8)
         samples, tokens, answer = samples + 1, tokens + len(mask), answer + int(mask.sum())
         if row["split"] == "train":
-            anchors += len(draw_anchors(mask, limit=limit, seed=0, epoch=0, sample_id=0))
+            places.append(int((mask[:-1] & mask[1:]).sum()))
+    share = anchor_share(places, cfg.train.anchors_per_sample)
+    anchors = sum(min(n, anchor_limit(n, share, cfg.train.blocks_together)) for n in places)
     return Work(samples, tokens, answer, anchors, "RUN/data/tokens")
 
 

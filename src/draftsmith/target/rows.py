@@ -3,6 +3,7 @@ resumed run makes the same.
 """
 
 import bisect
+import heapq
 
 import numpy as np
 
@@ -31,6 +32,7 @@ def plan_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) -> RowPla
 
 
 WINDOW_ROWS = 64  # rows filled side by side: enough choice to leave under 1% empty
+FULL = 0.985
 
 
 def plan_packed_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) -> RowPlan:
@@ -64,6 +66,42 @@ def plan_packed_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) ->
     rows = [rows[r] for r in rng.permutation(len(rows)).tolist()]
     budget = sum(max(tokens_per_batch, _tokens(row, lengths)) for row in rows)
     return RowPlan(rows=rows, num_tokens=sum(lengths), padded_tokens=budget)
+
+
+def plan_mixed_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) -> RowPlan:
+    """The same, with short and long samples in every row: in windows of shuffled samples, longest first, each
+    into the row with the most room.
+    """
+    rng = np.random.default_rng(seed)
+    rows: list[list[int]] = []
+    pool: list[int] = []
+    held = 0
+    for i in rng.permutation(len(lengths)).tolist():
+        pool.append(i)
+        held += min(lengths[i], tokens_per_batch)
+        if held >= FULL * WINDOW_ROWS * tokens_per_batch:
+            rows += _levelled(pool, lengths, tokens_per_batch)
+            pool, held = [], 0
+    rows += _levelled(pool, lengths, tokens_per_batch)
+    rows = [rows[r] for r in rng.permutation(len(rows)).tolist()]
+    budget = sum(max(tokens_per_batch, _tokens(row, lengths)) for row in rows)
+    return RowPlan(rows=rows, num_tokens=sum(lengths), padded_tokens=budget)
+
+
+def _levelled(pool: list[int], lengths: list[int], budget: int) -> list[list[int]]:
+    """As few rows as these may fit into, and one more for what does not."""
+    count = -(-sum(min(lengths[i], budget) for i in pool) // budget)
+    room = [(-budget, row) for row in range(count)]  # a heap: the most room first
+    rows: list[list[int]] = [[] for _ in range(count)]
+    for i in sorted(pool, key=lambda i: (-lengths[i], i)):
+        left, row = room[0]
+        if lengths[i] <= -left or not rows[row]:
+            rows[row].append(i)
+            heapq.heapreplace(room, (min(0, left + lengths[i]), row))
+        else:
+            heapq.heappush(room, (min(0, lengths[i] - budget), len(rows)))
+            rows.append([i])
+    return [row for row in rows if row]
 
 
 def _tokens(row: list[int], lengths: list[int]) -> int:

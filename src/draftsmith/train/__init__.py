@@ -22,6 +22,7 @@ from draftsmith import extract, files
 from draftsmith import manifest as manifests
 from draftsmith.config import RunConfig
 from draftsmith.core import FaultFound, StageResult, Stopped, UserError
+from draftsmith.drafter.blocks import anchor_share
 from draftsmith.drafter.checkpoint import find_drafter, load_drafter, read_shape
 from draftsmith.drafter.config import DrafterShape, check_belongs, resolve_shape, warm_shape
 from draftsmith.drafter.model import DFlash
@@ -261,7 +262,8 @@ def train(
 ) -> dict[str, float]:
     """The loop. Returns the last logged numbers."""
     out, device, settings = folder(cfg), drafter.shared[0].device, cfg.train
-    forward, optimizer = prepare(cfg, drafter, opened.norm, ranks)
+    share = anchor_share(opened.num_anchors, settings.anchors_per_sample)
+    forward, optimizer = prepare(cfg, drafter, opened.norm, ranks, share)
     begin = checkpoints.resume(out, drafter, optimizer)
     saver = checkpoints.Saver(out, ranks, settings.keep_checkpoints)
     judge = Judge(
@@ -339,10 +341,10 @@ def train(
 
 
 def prepare(
-    cfg: RunConfig, drafter: DFlash, norm: nn.Module | None, ranks: Ranks
+    cfg: RunConfig, drafter: DFlash, norm: nn.Module | None, ranks: Ranks, share: float = 1.0
 ) -> tuple[Forward, torch.optim.Optimizer]:
     """The drafter ready to be trained on its device, compiled there if it is a GPU, shared out over
-    ranks; and its optimizer.
+    ranks; and its optimizer. `share`: of a sample's places, those that get an anchor.
     """
     gpu = drafter.shared[0].device.type == "cuda"
     drafter.recompute = cfg.train.recompute
@@ -352,7 +354,7 @@ def prepare(
         drafter.parameters(), lr=cfg.train.lr, betas=BETAS, weight_decay=cfg.train.weight_decay,
         fused=gpu,
     )  # fmt: skip
-    return Forward(cfg, drafter, net, norm), optimizer
+    return Forward(cfg, drafter, net, norm, share), optimizer
 
 
 def _ceiling(cfg: RunConfig, drafter: DFlash) -> float | None:

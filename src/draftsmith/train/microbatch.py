@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from draftsmith.config import RunConfig
 from draftsmith.drafter.attention import TILE, by_sample, flex_mask, whole_tiles
-from draftsmith.drafter.blocks import Blocks, draw_anchors, make_blocks, slot_weights
+from draftsmith.drafter.blocks import Blocks, anchor_limit, draw_anchors, make_blocks, slot_weights
 from draftsmith.drafter.loss import BlockLoss, block_hits, block_loss
 from draftsmith.drafter.model import DFlash
 from draftsmith.features import FeatureBatch, Source
@@ -24,9 +24,15 @@ class Forward:
     """
 
     def __init__(
-        self, cfg: RunConfig, drafter: DFlash, net: Callable[..., Tensor], norm: nn.Module | None
+        self,
+        cfg: RunConfig,
+        drafter: DFlash,
+        net: Callable[..., Tensor],
+        norm: nn.Module | None,
+        share: float = 1.0,
     ) -> None:
         self.drafter, self.net, self._cfg, self._norm = drafter, net, cfg, norm
+        self._share = share
         self.device = drafter.shared[0].device
         self._flex = self.device.type == "cuda"
         self._autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._flex)
@@ -38,14 +44,9 @@ class Forward:
         cfg = self._cfg
         batch = batch or self._nothing()
         drawn = [
-            draw_anchors(
-                mask.numpy(), limit=cfg.train.anchors_per_sample, seed=cfg.train_seed, epoch=epoch,
-                sample_id=i,
-            )
-            for mask, i in zip(
-                batch.loss_mask.split(batch.lengths), batch.sample_ids, strict=True
-            )
-        ]  # fmt: skip
+            self._anchors(mask.numpy(), epoch, i)
+            for mask, i in zip(batch.loss_mask.split(batch.lengths), batch.sample_ids, strict=True)
+        ]
         argmax = batch.extra["argmax"].cpu() if cfg.train.labels == "target" else None
         blocks = self._blocks(batch, drawn, argmax)
         hidden = self._hidden(batch.hidden, blocks)
@@ -58,6 +59,12 @@ class Forward:
             self.drafter, hidden, blocks, self._weights, name=cfg.train.loss, teacher_NH=teacher
         )
         return loss, sum(map(len, drawn))
+
+    def _anchors(self, mask: np.ndarray, epoch: int, sample_id: int) -> np.ndarray:
+        places = int((mask[:-1] & mask[1:]).sum())
+        limit = anchor_limit(places, self._share, self._cfg.train.blocks_together)
+        seed = self._cfg.train_seed
+        return draw_anchors(mask, limit=limit, seed=seed, epoch=epoch, sample_id=sample_id)
 
     @torch.no_grad()
     def hits(

@@ -6,8 +6,12 @@ import math
 from dataclasses import dataclass
 
 from draftsmith.config import TrainConfig
+from draftsmith.drafter.blocks import anchor_limit, anchor_share
 from draftsmith.features import epoch_plan
 from draftsmith.ranks import Ranks
+
+FEW_ROWS = 4
+"""A step of fewer micro-batches is of samples of one length, unless each is a mixture."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +37,19 @@ def plan_steps(
 
     A micro-batch is bounded in tokens and in blocks: a sample counts as what it fills of either.
     """
-    a_block = train.micro_batch_tokens / train.blocks_together
+    most = train.blocks_together
+    a_block = train.micro_batch_tokens / most
+    share = anchor_share(num_anchors, train.anchors_per_sample)
     sizes = [
-        max(n, math.ceil(min(a, train.anchors_per_sample) * a_block))
+        max(n, math.ceil(min(a, anchor_limit(a, share, most)) * a_block))
         for n, a in zip(lengths, num_anchors, strict=True)
     ]
     steps: list[Step] = []
+    mixed = train.tokens_per_step < FEW_ROWS * train.micro_batch_tokens
     for epoch in range(train.epochs):
-        plan = epoch_plan(sizes, budget=train.micro_batch_tokens, seed=seed, epoch=epoch)
+        plan = epoch_plan(
+            sizes, budget=train.micro_batch_tokens, seed=seed, epoch=epoch, mixed=mixed
+        )
         rows: list[list[int]] = []
         held = 0
         for row in plan.rows:
