@@ -61,9 +61,8 @@ class Cluster:
                 for sign, handler in handlers.items():
                     signal.signal(sign, handler)
         context = self.ray.get_runtime_context()
-        outside = address.startswith(
-            CLIENT
-        )  # the head's own address may not be reachable from there
+        # from outside, the head's own address may not be reachable
+        outside = address.startswith(CLIENT)
         self._head = address.removeprefix(CLIENT).strip("/") if outside else context.gcs_address
         try:
             self._check()

@@ -32,7 +32,7 @@ def plan_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) -> RowPla
 
 
 WINDOW_ROWS = 64  # rows filled side by side: enough choice to leave under 1% empty
-FULL = 0.985
+FULL = 0.985  # of a window's rows when it is levelled: the rest lets short samples find a place
 
 
 def plan_packed_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) -> RowPlan:
@@ -89,7 +89,7 @@ def plan_mixed_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) -> 
 
 
 def _levelled(pool: list[int], lengths: list[int], budget: int) -> list[list[int]]:
-    """As few rows as these may fit into, and one more for what does not."""
+    """As few rows as these may fit into, and more for what does not."""
     count = -(-sum(min(lengths[i], budget) for i in pool) // budget)
     room = [(-budget, row) for row in range(count)]  # a heap: the most room first
     rows: list[list[int]] = [[] for _ in range(count)]
