@@ -158,14 +158,16 @@ def test_packed_rows_hold_every_sample_once_within_the_budget(plan_of, lengths, 
     assert plan == plan_of(lengths, tokens_per_batch=budget, seed=seed)
 
 
-@pytest.mark.parametrize(("plan_of", "row"), [(plan_packed_rows, 16384), (plan_mixed_rows, 32768)])
-def test_rows_are_nearly_full(plan_of, row):
+@pytest.mark.parametrize(
+    ("plan_of", "row", "fill"), [(plan_packed_rows, 16384, 0.98), (plan_mixed_rows, 32768, 0.97)]
+)
+def test_rows_are_nearly_full(plan_of, row, fill):
     generator = torch.Generator().manual_seed(0)
     for median, sigma in ((60, 0.8), (400, 0.8), (2000, 0.6)):
         drawn = torch.exp(torch.randn(20_000, generator=generator) * sigma) * median
         lengths = drawn.long().clamp(16, 8192).tolist()
         plan = plan_of(lengths, tokens_per_batch=row, seed=1)
-        assert plan.num_tokens / plan.padded_tokens > 0.97
+        assert plan.num_tokens / plan.padded_tokens > fill
 
 
 def test_mixed_rows_are_each_like_the_whole():

@@ -24,8 +24,8 @@ def anchor_share(num_anchors: Sequence[int], mean: int) -> float:
 
 
 def anchor_limit(num_anchors: int, share: float, most: int) -> int:
-    """Of a sample with so many places; one at least, `most` at most."""
-    return min(most, max(1, round(share * num_anchors)))
+    """Of a sample with so many places: one at least, where there is one, and `most` at most."""
+    return min(num_anchors, most, max(1, round(share * num_anchors)))
 
 
 def draw_anchors(

@@ -84,7 +84,7 @@ def _tokenized(cfg: RunConfig, described: dict[str, Any]) -> Work:
         if row["split"] == "train":
             places.append(int((mask[:-1] & mask[1:]).sum()))
     share = anchor_share(places, cfg.train.anchors_per_sample)
-    anchors = sum(min(n, anchor_limit(n, share, cfg.train.blocks_together)) for n in places)
+    anchors = sum(anchor_limit(n, share, cfg.train.blocks_together) for n in places)
     return Work(samples, tokens, answer, anchors, "RUN/data/tokens")
 
 

@@ -63,9 +63,7 @@ def plan_packed_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) ->
                 rows += packed
                 pool, held = [], 0
     rows += _best_fit(pool, lengths, tokens_per_batch)
-    rows = [rows[r] for r in rng.permutation(len(rows)).tolist()]
-    budget = sum(max(tokens_per_batch, _tokens(row, lengths)) for row in rows)
-    return RowPlan(rows=rows, num_tokens=sum(lengths), padded_tokens=budget)
+    return _shuffled(rows, lengths, tokens_per_batch, rng)
 
 
 def plan_mixed_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) -> RowPlan:
@@ -83,9 +81,15 @@ def plan_mixed_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) -> 
             rows += _levelled(pool, lengths, tokens_per_batch)
             pool, held = [], 0
     rows += _levelled(pool, lengths, tokens_per_batch)
+    return _shuffled(rows, lengths, tokens_per_batch, rng)
+
+
+def _shuffled(
+    rows: list[list[int]], lengths: list[int], budget: int, rng: np.random.Generator
+) -> RowPlan:
     rows = [rows[r] for r in rng.permutation(len(rows)).tolist()]
-    budget = sum(max(tokens_per_batch, _tokens(row, lengths)) for row in rows)
-    return RowPlan(rows=rows, num_tokens=sum(lengths), padded_tokens=budget)
+    padded = sum(max(budget, _tokens(row, lengths)) for row in rows)
+    return RowPlan(rows=rows, num_tokens=sum(lengths), padded_tokens=padded)
 
 
 def _levelled(pool: list[int], lengths: list[int], budget: int) -> list[list[int]]:

@@ -41,7 +41,7 @@ def plan_steps(
     a_block = train.micro_batch_tokens / most
     share = anchor_share(num_anchors, train.anchors_per_sample)
     sizes = [
-        max(n, math.ceil(min(a, anchor_limit(a, share, most)) * a_block))
+        max(n, math.ceil(anchor_limit(a, share, most) * a_block))
         for n, a in zip(lengths, num_anchors, strict=True)
     ]
     steps: list[Step] = []

@@ -112,9 +112,9 @@ def _kept(
                 place.clear()  # of an epoch that was not ended: nobody reads it, and its bytes count
     ranks.barrier()
     finished = {name: place for name, place in _live_stores(cfg) if is_complete(place)}
-    for place in finished.values():
-        _check_inputs(place, inputs)
     readers = [StoreReader(place) for place in finished.values()]
+    for place, reader in zip(finished.values(), readers, strict=True):
+        _check_inputs(place, reader.manifest["inputs"], inputs)
     if is_complete(mine) or not all(name.endswith(own) for name in finished):
         return None, readers
     keep = WriteThrough(
@@ -131,10 +131,8 @@ def _live_stores(cfg: RunConfig) -> list[tuple[str, Place]]:
     return [(name, places.at(f"{cfg.store}/{name}")) for name in found]
 
 
-def _check_inputs(place: Place, inputs: dict[str, Any]) -> None:
-    manifest = manifests.read(place)
-    assert manifest is not None, "a finished store has one"
-    if changes := manifests.differences(manifest["inputs"], json.loads(json.dumps(inputs))):
+def _check_inputs(place: Place, held: dict[str, Any], inputs: dict[str, Any]) -> None:
+    if changes := manifests.differences(held, json.loads(json.dumps(inputs))):
         raise UserError(
             where=str(place),
             found=f"features made for other inputs ({'; '.join(changes)})",
