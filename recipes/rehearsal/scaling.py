@@ -97,7 +97,8 @@ def _run(args: argparse.Namespace, stage: str, name: str, count: int, *options: 
     (run / "data").symlink_to((args.out / "run" / "data").absolute())
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if torch.cuda.is_available():
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
+        seen = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(seen.split(",")[:count])
     subprocess.run(
         [*COMMAND, stage, args.out / "config.yaml", "--run", str(run), *options],
         env=env,

@@ -4,7 +4,7 @@ rows, same batches, so the same losses.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,8 +68,16 @@ class Source(Protocol):
     sample_ids: list[int]
     lengths: list[int]
 
-    def batches(self, rows: list[list[int]], *, pinned: bool) -> Iterator[FeatureBatch]:
-        """These micro-batches in order; `pinned`: from page-locked memory, for copies to a GPU."""
+    def fit(self, rows: list[list[int]]) -> bool:
+        """Whether these micro-batches are read at a time."""
+        ...
+
+    def batches(
+        self, rows: list[list[int]], *, pinned: bool, turns: Iterable[int] | None = None
+    ) -> Iterator[FeatureBatch | None]:
+        """These micro-batches in order, None for an empty one; `pinned`: from page-locked memory, for copies
+        to a GPU; `turns`: how many of them are read at a time, where that matters.
+        """
         ...
 
     def end_epoch(self) -> None:
@@ -116,19 +124,28 @@ class StoreSource:
             whole = {name: tensor.pin_memory() for name, tensor in whole.items()}
         return FeatureBatch(ids, lengths, hidden, tokens, mask, whole, copied)
 
+    def _batch(self, row: list[int], buffers: Buffers) -> FeatureBatch | None:
+        return self.batch(row, buffers) if row else None
+
     def _num_bytes(self, row: list[int]) -> int:
         taps, width = self.reader.states_shape
         return sum(self.lengths[i] for i in row) * taps * width * self.reader.dtype.itemsize
 
-    def batches(self, rows: list[list[int]], *, pinned: bool) -> Iterator[FeatureBatch]:
+    def fit(self, rows: list[list[int]]) -> bool:
+        """One at a time."""
+        return False
+
+    def batches(
+        self, rows: list[list[int]], *, pinned: bool, turns: Iterable[int] | None = None
+    ) -> Iterator[FeatureBatch | None]:
         """These micro-batches in order, read ahead in threads."""
         size = max(map(self._num_bytes, rows), default=0)
         buffers = Buffers(size, keep=AHEAD + THREADS, pinned=pinned)
         with ThreadPoolExecutor(THREADS, "feature-reader") as readers:
-            waiting: deque[Future[FeatureBatch]] = deque()
+            waiting: deque[Future[FeatureBatch | None]] = deque()
             try:
                 for row in rows:
-                    waiting.append(readers.submit(self.batch, row, buffers))
+                    waiting.append(readers.submit(self._batch, row, buffers))
                     if len(waiting) > AHEAD:
                         yield waiting.popleft().result()
                 while waiting:

@@ -9,12 +9,10 @@ import torch
 from draftsmith import places
 from draftsmith.core import Damaged
 from draftsmith.features import AHEAD, THREADS, StoreSource, epoch_plan
-from draftsmith.ranks import Ranks
 from draftsmith.store.buffers import Buffers
 from draftsmith.store.container import read_header
 from draftsmith.store.reader import StoreReader
 from draftsmith.store.shards import shard_name
-from draftsmith.train.schedule import Step, rows_of
 from stores import features, inputs, write_store
 
 
@@ -72,20 +70,6 @@ def test_memory_is_used_again(source):
     rows = epoch_plan(source.lengths, budget=16, seed=0, epoch=0).rows * 10
     seen = {batch.hidden.data_ptr() for batch in source.batches(rows, pinned=False)}
     assert len(rows) > 2 * len(seen) and len(seen) <= AHEAD + THREADS + 2
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_ranks_share_every_step_and_wait_for_each_other(source, count):
-    rows = epoch_plan(source.lengths, budget=16, seed=3, epoch=1).rows
-    steps = [Step(1, rows[:3]), Step(1, rows[3:])]
-    for step in steps:
-        shares = [rows_of(step, Ranks(rank, count)) for rank in range(count)]
-        merged = [shares[k % count][k // count] for k in range(len(step.rows))]
-        assert merged == step.rows, "in the order that one rank has"
-        assert len({len(share) for share in shares}) == 1, "as many rounds for all"
-        assert sum(map(len, shares)) - shares.count([]) >= len(step.rows)
-    read = [batch.sample_ids for batch in source.batches(rows, pinned=False)]
-    assert sorted(sum(read, [])) == source.sample_ids
 
 
 @pytest.mark.parametrize("codec", ["none", "lossless", "fp8"])

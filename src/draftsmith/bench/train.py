@@ -43,7 +43,7 @@ from draftsmith.target.packed import can_pack, has_kernels
 from draftsmith.target.taps import auto_taps
 from draftsmith.train.ceiling import products_of, replay_of
 from draftsmith.train.live import LiveSource
-from draftsmith.train.schedule import Step
+from draftsmith.train.schedule import Step, deal
 
 WARM_UP = 3  # steps that are not measured; the first one compiles
 SourceName = Literal["memory", "store", "live"]
@@ -95,12 +95,14 @@ def run(
             micro = _samples(config.vocab_size, tokens, count=(WARM_UP + steps) * accumulate)
             stored = _stored(micro, shape, scratch, dtype)
             planned = [Step(0, [[i]]) for i in turns]  # each read from the disk, once
-            batches = forward.micro_batches(stored, planned, Ranks())
+            dealt = deal(planned, stored.lengths, 1)
+            batches = forward.micro_batches(stored, planned, dealt, Ranks())
         else:
             assert target is not None, "live runs a target"
             live = LiveSource(target, micro, row_tokens=tokens)
             planned = [Step(0, [[i % len(micro)]]) for i in turns]
-            batches = forward.micro_batches(live, planned, Ranks())
+            dealt = deal(planned, live.lengths, 1)
+            batches = forward.micro_batches(live, planned, dealt, Ranks())
         shapes = products_of(shape, tokens, anchors, anchors * (block_size - 1))
         replay = replay_of(shapes, device, dtype)
 

@@ -220,7 +220,8 @@ def _placement(target: TargetConfig, device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         return {}
     if importlib.util.find_spec("accelerate") is not None:
-        return {"device_map": {"": 0} if target.gpus_per_replica == 1 else "balanced"}
+        mine = {"": torch.cuda.current_device()}  # a rank's own
+        return {"device_map": mine if target.gpus_per_replica == 1 else "balanced"}
     if target.gpus_per_replica > 1:
         raise UserError(
             where="target.gpus_per_replica",

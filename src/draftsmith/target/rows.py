@@ -84,6 +84,22 @@ def plan_mixed_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) -> 
     return _shuffled(rows, lengths, tokens_per_batch, rng)
 
 
+def joined_rows(
+    groups: list[list[int]], lengths: list[int], *, tokens_per_batch: int
+) -> list[list[int]]:
+    """The groups' samples in few rows: by best fit, or whole groups one after another where that takes fewer."""
+    fitted = _best_fit([i for group in groups for i in group], lengths, tokens_per_batch)
+    whole: list[list[int]] = []
+    for group in groups:
+        if whole and _tokens(whole[-1] + group, lengths) <= tokens_per_batch:
+            whole[-1] = whole[-1] + group
+        elif group:
+            whole.append(list(group))
+    if any(_tokens(group, lengths) > tokens_per_batch for group in groups):
+        return fitted
+    return min(fitted, whole, key=len)
+
+
 def _shuffled(
     rows: list[list[int]], lengths: list[int], budget: int, rng: np.random.Generator
 ) -> RowPlan:

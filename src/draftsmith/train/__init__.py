@@ -37,7 +37,7 @@ from draftsmith.train import checkpoints, guards, nodes
 from draftsmith.train.ceiling import products_of, seconds_of
 from draftsmith.train.loggers import Loggers
 from draftsmith.train.microbatch import Forward
-from draftsmith.train.schedule import Step, learning_rate, plan_steps, rows_of
+from draftsmith.train.schedule import Step, deal, learning_rate, plan_steps
 from draftsmith.train.sources import Opened, open_source
 from draftsmith.train.verdict import Judge
 
@@ -277,7 +277,8 @@ def train(
     if begin == 0 and cfg.drafter.init_from:
         judge.before()
     ceiling_s = _ceiling(cfg, drafter)
-    batches = forward.micro_batches(opened.source, steps[begin:], ranks)
+    dealt = deal(steps, opened.source.lengths, ranks.count)
+    batches = forward.micro_batches(opened.source, steps[begin:], dealt[begin:], ranks)
     if begin == 0:
         batches = guards.alive(batches, taps)
     with stop_is_noted() as told:
@@ -285,7 +286,7 @@ def train(
             started, step = time.perf_counter(), steps[number]
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(settings, number, len(steps))
-            rounds = len(rows_of(step, ranks))
+            rounds = len(dealt[number])
             sums = train_step(
                 forward,
                 batches,

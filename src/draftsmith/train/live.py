@@ -1,10 +1,11 @@
 """The live source: the target's forward in the trainer's process, on the trainer's GPU. Nothing need be
 written; with a budget the first epoch fills a store, and later epochs read what fitted.
 
-Micro-batches that follow each other share a row of the target, so that it runs at its own best size.
+Micro-batches that follow each other share rows of the target, so that it runs at its own best size.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +15,11 @@ from draftsmith.features import EXTRA, FeatureBatch
 from draftsmith.store.reader import StoreReader
 from draftsmith.store.writer import WriteThrough
 from draftsmith.target.forward import StatesForward, check_peaks
-from draftsmith.target.rows import plan_rows
+from draftsmith.target.rows import joined_rows, plan_rows
+from draftsmith.train.schedule import turns as own_turns
 
+TURN_ROWS = 2
+"""Rows of the target that are computed at a time: with more they are fuller, and take more memory."""
 States = dict[str, Tensor]
 """hidden [n, taps, H] of a sample, and final [n, H] or argmax [n] when asked for."""
 
@@ -47,38 +51,43 @@ class LiveSource:
             sample_id: reader for reader in stored for sample_id in reader.sample_ids
         }
 
-    def batches(self, rows: list[list[int]], *, pinned: bool) -> Iterator[FeatureBatch]:
+    def fit(self, rows: list[list[int]]) -> bool:
+        """Whether few rows of the target hold them."""
+        tokens = sum(self.lengths[i] for row in rows for i in row)
+        return tokens <= TURN_ROWS * self._row_tokens and len(self._joined(rows)) <= TURN_ROWS
+
+    def _joined(self, rows: list[list[int]]) -> list[list[int]]:
+        return joined_rows(rows, self.lengths, tokens_per_batch=self._row_tokens)
+
+    def batches(
+        self, rows: list[list[int]], *, pinned: bool, turns: Iterable[int] | None = None
+    ) -> Iterator[FeatureBatch | None]:
         """These micro-batches in order, states on the target's device."""
-        for group in self._groups(rows):
-            states = self._states([i for row in group for i in row])
+        if turns is None:
+            turns = own_turns(([row] for row in rows), self.fit)
+        left = iter(rows)
+        for count in turns:
+            group = list(itertools.islice(left, count))
+            states = self._states(group)
             for row in group:
-                yield self._batch(row, states)
+                yield self._batch(row, states) if row else None
+            states.clear()  # before the next turn's are there
         self._check(ahead=0)
 
-    def _groups(self, rows: list[list[int]]) -> Iterator[list[list[int]]]:
-        group: list[list[int]] = []
-        held = 0
-        for row in rows:
-            tokens = sum(self.lengths[i] for i in row)
-            if group and held + tokens > self._row_tokens:
-                yield group
-                group, held = [], 0
-            group.append(row)
-            held += tokens
-        if group:
-            yield group
-
-    def _states(self, positions: list[int]) -> dict[int, States]:
+    def _states(self, rows: list[list[int]]) -> dict[int, States]:
         """By position: read where a store has them, the rest computed, kept while there is room."""
-        missing = [i for i in positions if self.sample_ids[i] not in self._reader_of]
-        out = {i: self._read(i) for i in positions if self.sample_ids[i] in self._reader_of}
-        lengths = [self.lengths[i] for i in missing]
+        stored = [i for row in rows for i in row if self.sample_ids[i] in self._reader_of]
+        out = {i: self._read(i) for i in stored}
+        missing = [[i for i in row if i not in out] for row in rows]
         if self._forward.row_tokens is None:  # right-padded: samples of like length together
+            flat = [i for row in missing for i in row]
+            lengths = [self.lengths[i] for i in flat]
             plan = plan_rows(lengths, tokens_per_batch=self._row_tokens, seed=0).rows
+            joined = [[flat[k] for k in row] for row in plan]
         else:
-            plan = [list(range(len(missing)))] if missing else []
-        for row in plan:
-            out |= self._computed([missing[k] for k in row])
+            joined = self._joined(missing)
+        for row in joined:
+            out |= self._computed(row)
         return out
 
     def _read(self, position: int) -> States:

@@ -15,7 +15,7 @@ from draftsmith.drafter.loss import BlockLoss, block_hits, block_loss
 from draftsmith.drafter.model import DFlash
 from draftsmith.features import FeatureBatch, Source
 from draftsmith.ranks import Ranks
-from draftsmith.train.schedule import Step, rows_of
+from draftsmith.train.schedule import Round, Step, turns
 
 
 class Forward:
@@ -123,13 +123,14 @@ class Forward:
         return FeatureBatch([-1], [1], hidden.to(self._dtype), ids, mask, extra)
 
     def micro_batches(
-        self, source: Source, steps: list[Step], ranks: Ranks
+        self, source: Source, steps: list[Step], dealt: list[list[Round]], ranks: Ranks
     ) -> Iterator[FeatureBatch | None]:
         """This rank's micro-batches on the device; None where a step has too few for all ranks."""
-        for _, of_epoch in itertools.groupby(steps, key=lambda step: step.epoch):
-            mine = [row for step in of_epoch for row in rows_of(step, ranks)]
-            rows = source.batches([row for row in mine if row], pinned=self._flex)
-            for row in mine:
-                yield next(rows).to(self.device, self._dtype) if row else None
-            assert next(rows, None) is None, "a batch a row"
+        both = zip(steps, dealt, strict=True)
+        for _, of_epoch in itertools.groupby(both, key=lambda one: one[0].epoch):
+            rounds = [each for _, of_step in of_epoch for each in of_step]
+            mine = [each[ranks.rank] for each in rounds]
+            together = turns(rounds, source.fit)
+            for batch in source.batches(mine, pinned=self._flex, turns=together):
+                yield batch.to(self.device, self._dtype) if batch else None
             source.end_epoch()

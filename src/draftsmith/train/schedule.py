@@ -3,13 +3,15 @@ configuration and the samples' sizes.
 """
 
 import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from draftsmith.config import TrainConfig
 from draftsmith.drafter.blocks import anchor_limit, anchor_share
 from draftsmith.features import epoch_plan
-from draftsmith.ranks import Ranks
 
+Round = list[list[int]]
+"""A micro-batch for each rank, as positions into the source's samples; empty where it has none."""
 FEW_ROWS = 4
 """A step of fewer micro-batches is of samples of one length, unless each is a mixture."""
 
@@ -22,11 +24,38 @@ class Step:
     rows: list[list[int]]
 
 
-def rows_of(step: Step, ranks: Ranks) -> list[list[int]]:
-    """A rank's share of a step's micro-batches; empty ones where others have one more."""
-    rounds = -(-len(step.rows) // ranks.count)
-    places = range(ranks.rank, rounds * ranks.count, ranks.count)
-    return [step.rows[k] if k < len(step.rows) else [] for k in places]
+def deal(steps: list[Step], lengths: list[int], count: int) -> list[list[Round]]:
+    """The rounds of each step: a micro-batch for each of `count` ranks at a time, an empty one where others have
+    one more. Ranks wait for each other, and a live target costs what a micro-batch holds: the largest go to
+    the ranks that have had the fewest tokens so far.
+    """
+    had, out = [0] * count, []
+    for step in steps:
+        rounds = -(-len(step.rows) // count)
+        of_rank: list[list[list[int]]] = [[] for _ in range(count)]
+        sizes = [sum(lengths[i] for i in row) for row in step.rows]
+        for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
+            open_ranks = (r for r in range(count) if len(of_rank[r]) < rounds)
+            rank = min(open_ranks, key=lambda r: had[r])
+            of_rank[rank].append(step.rows[k])
+            had[rank] += sizes[k]
+        out.append([[r[k] if k < len(r) else [] for r in of_rank] for k in range(rounds)])
+    return out
+
+
+def turns(rounds: Iterable[Round], fit: Callable[[list[list[int]]], bool]) -> Iterator[int]:
+    """How many rounds at a time fit on every rank, or are one: when the target runs on one rank it runs on all,
+    and none waits for another's.
+    """
+    held: list[list[list[int]]] = []
+    for each in rounds:
+        longer = [[*rows, row] for rows, row in zip(held or [[]] * len(each), each, strict=True)]
+        if held and not all(map(fit, longer)):
+            yield len(held[0])
+            longer = [[row] for row in each]
+        held = longer
+    if held:
+        yield len(held[0])
 
 
 def plan_steps(

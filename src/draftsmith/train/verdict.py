@@ -173,7 +173,9 @@ class Judge:
         before = None
         last = self._source.batches(rows[-1:], pinned=False)
         for i, batch in zip(mine, self._source.batches(rows, pinned=False), strict=True):
-            before = next(last).hidden if before is None else before
+            assert batch is not None, "every text has tokens"
+            if before is None:
+                before = next(filter(None, last)).hidden
             first, end = answer_of(self._samples[i])
             mask = torch.zeros_like(batch.loss_mask)
             mask[first:end] = 1
