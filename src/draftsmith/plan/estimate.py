@@ -17,6 +17,7 @@ from draftsmith.plan.rates import Rates
 from draftsmith.plan.sizes import TargetSizes
 from draftsmith.plan.work import Work
 from draftsmith.target.load import TargetInfo
+from draftsmith.target.rows import TURN_ROWS
 
 RESERVED_BYTES = 2e9
 """A GPU's context, workspaces and the allocator's slack: assumed."""
@@ -209,6 +210,7 @@ def training_memory(job: Job, source: str, cfg: RunConfig) -> float:
     if source == "live":
         layers = job.target.cut_params(job.depth) - job.target.embedding
         total += layers * job.element + _activations(job, cfg.extract.tokens_per_batch)
+        total += (TURN_ROWS - 1) * cfg.extract.tokens_per_batch * len(s.taps) * H * job.element
     return total
 
 

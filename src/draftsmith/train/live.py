@@ -15,11 +15,9 @@ from draftsmith.features import EXTRA, FeatureBatch
 from draftsmith.store.reader import StoreReader
 from draftsmith.store.writer import WriteThrough
 from draftsmith.target.forward import StatesForward, check_peaks
-from draftsmith.target.rows import joined_rows, plan_rows
+from draftsmith.target.rows import TURN_ROWS, joined_rows, plan_rows
 from draftsmith.train.schedule import turns as own_turns
 
-TURN_ROWS = 2
-"""Rows of the target that are computed at a time: with more they are fuller, and take more memory."""
 States = dict[str, Tensor]
 """hidden [n, taps, H] of a sample, and final [n, H] or argmax [n] when asked for."""
 
