@@ -7,8 +7,9 @@
 For each number of GPUs: `extract` by the local engine into a store of its own, a shard a row, and `train` from a
 live source with FSDP2 and with DDP, the same tokens a step however many share them. Rates leave starts out:
 extraction counts the shards written between the first of every worker and the last; training is the median of
-the steps after the first ten. Prints a table and writes OUT/scaling.json. What is measured is kept: the
-command goes on where it was stopped.
+the steps after the first ten. `--beside` measures on unlike GPUs at the same time where there are enough (1, 1 and 2 of
+4, say): less time, and cores and memory shared. Prints a table and writes OUT/scaling.json. What is measured is kept:
+the command goes on where it was stopped.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +47,13 @@ def main() -> None:
     config = _config(args)
     for stage in ("prepare", "tokenize"):
         subprocess.run([*COMMAND, stage, config], check=True)
-    rates: dict[str, dict[str, float]] = {}
-    for what in args.what:
-        for count in args.gpus:
-            alone = "train" if what != "extract" and count == 1 else what  # one rank shares nothing
-            kept = args.out / f"{alone}-{count}.json"
-            if not kept.exists():
-                measure = extraction if what == "extract" else training
-                kept.write_text(json.dumps(measure(args, what, count)))
-            rates.setdefault(what, {})[str(count)] = json.loads(kept.read_text())
+    for wave in waves(jobs(args), max(args.gpus) if args.beside else 0):
+        with ThreadPoolExecutor(len(wave)) as threads:
+            list(threads.map(lambda job: measure(args, *job), wave))
+    rates = {
+        what: {str(count): json.loads(kept(args, what, count).read_text()) for count in args.gpus}
+        for what in args.what
+    }
     said = {
         "machine": _machine(),
         "torch": torch.__version__,
@@ -62,6 +62,42 @@ def main() -> None:
     }
     (args.out / "scaling.json").write_text(json.dumps(said, indent=1) + "\n")
     print(_table(said, predicted(config, args)))
+
+
+def kept(args: argparse.Namespace, what: str, count: int) -> Path:
+    """Where a rate is; one rank of training shares nothing, so FSDP2 and DDP are the same."""
+    return args.out / f"{'train' if what != 'extract' and count == 1 else what}-{count}.json"
+
+
+def jobs(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """What is to be measured yet: work and GPUs, the most GPUs first."""
+    wanted = {kept(args, what, count): (what, count) for what in args.what for count in args.gpus}
+    return sorted((job for path, job in wanted.items() if not path.exists()), key=lambda j: -j[1])
+
+
+def waves(left: list[tuple[str, int]], gpus: int) -> list[list[tuple[str, int, int]]]:
+    """Jobs that run at a time: work, GPUs, and the first of them."""
+    out: list[list[tuple[str, int, int]]] = []
+    taken: list[int] = []
+    for what, count in left:
+        fits = (k for k, used in enumerate(taken) if used + count <= gpus)
+        k = next(fits, len(taken))
+        if k == len(taken):
+            out.append([])
+            taken.append(0)
+        out[k].append((what, count, taken[k]))
+        taken[k] += count
+    return out
+
+
+def measure(args: argparse.Namespace, what: str, count: int, first: int) -> None:
+    """A rate, kept."""
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if torch.cuda.is_available():
+        named = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(args.gpus))))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(named.split(",")[first : first + count])
+    rate = (extraction if what == "extract" else training)(args, what, count, env)
+    kept(args, what, count).write_text(json.dumps(rate))
 
 
 def _arguments() -> argparse.Namespace:
@@ -73,6 +109,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=HERE / "tiny.yaml")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--what", nargs="+", choices=WORK, default=list(WORK))
+    parser.add_argument("--beside", action="store_true")
     parser.add_argument("--store", type=Path, help="features go there; default OUT")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--conversations", type=int, default=300)
@@ -89,16 +126,14 @@ def _config(args: argparse.Namespace) -> Path:
     return path
 
 
-def _run(args: argparse.Namespace, stage: str, name: str, count: int, *options: str) -> list[Any]:
+def _run(
+    args: argparse.Namespace, stage: str, name: str, env: dict[str, str], *options: str
+) -> list[Any]:
     """A stage in a run of its own on the shared data; its events."""
     run = args.out / name
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir()
     (run / "data").symlink_to((args.out / "run" / "data").absolute())
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    if torch.cuda.is_available():
-        seen = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(seen.split(",")[:count])
     subprocess.run(
         [*COMMAND, stage, args.out / "config.yaml", "--run", str(run), *options],
         env=env,
@@ -107,12 +142,12 @@ def _run(args: argparse.Namespace, stage: str, name: str, count: int, *options: 
     return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
 
-def extraction(args: argparse.Namespace, what: str, count: int) -> float:
+def extraction(args: argparse.Namespace, what: str, count: int, env: dict[str, str]) -> float:
     """Tokens/s between the moment when every worker has written a shard and the last shard."""
-    store = (args.store or args.out / "features").absolute()
+    store = (args.store or args.out).absolute() / f"features-{count}"
     shutil.rmtree(store, ignore_errors=True)
     events = _run(
-        args, "extract", f"extract-{count}", count, "--features.source", "store", "--features.store",
+        args, "extract", f"extract-{count}", env, "--features.source", "store", "--features.store",
         str(store), "--extract.workers", str(count),
     )  # fmt: skip
     shards = [(e["at"], e["name"]) for e in events if e["kind"] == "shard"]
@@ -123,10 +158,10 @@ def extraction(args: argparse.Namespace, what: str, count: int) -> float:
     return sum(tokens[count:]) / (shards[-1][0] - shards[count - 1][0])
 
 
-def training(args: argparse.Namespace, what: str, count: int) -> float:
+def training(args: argparse.Namespace, what: str, count: int, env: dict[str, str]) -> float:
     """Tokens/s, the median of the steps after ten."""
     events = _run(
-        args, "train", f"{what}-{count}", count, "--features.source", "live", "--train.parallel", what,
+        args, "train", f"{what}-{count}", env, "--features.source", "live", "--train.parallel", what,
         "--train.processes", str(count), "--train.max_steps", str(args.steps), "--train.log_every", "1",
         "--train.checkpoint_every", str(10 * args.steps), "--train.epochs", "1000",
     )  # fmt: skip

@@ -50,7 +50,7 @@ def run(
     target = random_target(config, device, dtype)
     taps = BUILT_IN[model][0] if model in BUILT_IN else auto_taps(config.num_hidden_layers, 5)
     shape = drafter_shape(config, taps, layers, block_size)
-    drafter = DFlash(shape).init_weights(0).to(device, dtype).eval().requires_grad_(False)
+    drafter = DFlash.empty(shape, device).init_weights(0).to(dtype).eval().requires_grad_(False)
     drafter.share(*unembed(target))
     with torch.inference_mode():
         times, busy = _times(target, drafter, context, tree_nodes, rounds, device)

@@ -215,19 +215,15 @@ def _running_tau(answered: list[Answered], method: str) -> float:
 
 
 def _drafters(cfg: RunConfig, target: PreTrainedModel, checkpoint: Path) -> dict[str, DFlash]:
-    """The trained drafter with the weights an export holds (bf16 values), and its untrained twin."""
+    """The trained drafter with the weights an export holds (bf16 values), and its untrained twin if asked for."""
     shared = unembed(target)
     options: dict[str, Any] = {"dtype": shared[0].dtype, "device": target.device}
     layers = len(decoder_layers(text_decoder(target), "target.model"))
     trained = load_drafter(
         checkpoint, round_to=torch.bfloat16, num_target_layers=layers, **options
     ).share(*shared)
-    twin = (
-        DFlash(trained.shape)
-        .init_weights(cfg.train_seed)
-        .to(**options)
-        .eval()
-        .requires_grad_(False)
-        .share(*shared)
-    )
+    if "untrained" not in cfg.evaluate.methods:
+        return {"chain": trained}
+    twin = DFlash.empty(trained.shape, target.device).init_weights(cfg.train_seed)
+    twin = twin.to(**options).eval().requires_grad_(False).share(*shared)
     return {"chain": trained, "untrained": twin}

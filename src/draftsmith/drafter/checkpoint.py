@@ -81,12 +81,12 @@ def load_drafter(
     """A drafter without embedding and head: call share() next. `round_to` bfloat16 gives the values
     an export holds. `num_target_layers` is needed for speculators' layout, which does not say it.
     """
-    drafter = DFlash(read_shape(folder, num_target_layers))
+    with torch.device("meta"):
+        drafter = DFlash(read_shape(folder, num_target_layers))
     tensors = _read_tensors(folder)
     check_tensors({name: tuple(t.shape) for name, t in tensors.items()}, drafter, str(folder))
-    drafter.load_state_dict(
-        {name: t.to(round_to or t.dtype).to(dtype) for name, t in tensors.items()}
-    )
+    rounded = {name: t.to(round_to or t.dtype).to(dtype) for name, t in tensors.items()}
+    drafter.load_state_dict(rounded, assign=True)
     return drafter.to(device, dtype).eval().requires_grad_(False)
 
 

@@ -143,13 +143,26 @@ class DFlash(nn.Module):
         """Make the layers' activations again in the backward pass."""
         self._frozen: tuple[Tensor, Tensor, float] | None = None
 
+    @classmethod
+    def empty(cls, shape: DrafterShape, device: torch.device | str) -> "DFlash":
+        """Memory without values: torch's own first ones take 15 s at 27B, for nothing."""
+        with torch.device("meta"):
+            drafter = cls(shape)
+        return drafter.to_empty(device=device)
+
     def init_weights(self, seed: int) -> "DFlash":
-        """Normal(0, 0.02) matrices, as every published recipe; norms at 1."""
-        generator = torch.Generator().manual_seed(seed)
+        """Normal(0, 0.02) matrices, as every published recipe; norms at 1. Drawn where the weights are: a GPU
+        draws others than a CPU.
+        """
+        device = self.fc.weight.device
+        generator = torch.Generator(device).manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
                 if parameter.ndim == 2:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+                    drawn = torch.randn(parameter.shape, generator=generator, device=device)
+                    parameter.copy_(drawn * 0.02)
+                else:
+                    parameter.fill_(1.0)
         return self
 
     def share(

@@ -33,7 +33,9 @@ def plan_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) -> RowPla
 
 WINDOW_ROWS = 64  # rows filled side by side: enough choice to leave under 1% empty
 FULL = 0.985  # of a window's rows when it is levelled: the rest lets short samples find a place
-TURN_ROWS = 2  # that live training has computed at a time: with more they are fuller, and take more memory
+TURN_ROWS = (
+    2  # that live training has computed at a time: with more they are fuller, and take more memory
+)
 
 
 def plan_packed_rows(lengths: list[int], *, tokens_per_batch: int, seed: int) -> RowPlan:

@@ -122,7 +122,7 @@ def _run(cfg: RunConfig, ranks: Ranks) -> StageResult:
         _check_anchors(opened.num_anchors)
         steps = plan_steps(cfg.train, opened.source.lengths, opened.num_anchors, cfg.train_seed)
         embedding, head, softcap = opened.shared
-        drafter = first_weights(cfg, shape).to(embedding.device)
+        drafter = first_weights(cfg, shape, embedding.device)
         half = torch.bfloat16 if embedding.device.type == "cuda" else torch.float32
         drafter.share(embedding, head, softcap, dtype=half)
         last = train(cfg, drafter, opened, steps, report, ranks)
@@ -186,9 +186,11 @@ def drafter_shape(cfg: RunConfig) -> DrafterShape:
     return warm_shape(cfg.drafter, published, taps)
 
 
-def first_weights(cfg: RunConfig, shape: DrafterShape) -> DFlash:
+def first_weights(
+    cfg: RunConfig, shape: DrafterShape, device: torch.device | str = "cpu"
+) -> DFlash:
     """Random, or those of drafter.init_from."""
-    drafter = DFlash(shape).init_weights(cfg.train_seed)
+    drafter = DFlash.empty(shape, device).init_weights(cfg.train_seed)
     if cfg.drafter.init_from:
         start = load_drafter(
             find_drafter(cfg.drafter.init_from), num_target_layers=shape.num_target_layers
