@@ -165,11 +165,12 @@ def block(
     k_out, u = torch.empty(B, HK, T, K, **wide), torch.empty(B, H, T, V, **wide)
     decay = torch.empty(B, H, T, **wide)
     launch: Any = block_kernel[(B * H, V // BLOCK_V)]
-    launch(
-        q, k, v, g, beta, state_BHKV, seen_TT.to(torch.int8), out, k_out, u, decay, eps, T, H, HK,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:2], *beta.stride()[:2],
-        *state_BHKV.stride()[:2], K=K, V=V, PRECISION=PRECISION, **tiles(T, K),
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches on the current one
+        launch(
+            q, k, v, g, beta, state_BHKV, seen_TT.to(torch.int8), out, k_out, u, decay, eps, T, H, HK,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:2], *beta.stride()[:2],
+            *state_BHKV.stride()[:2], K=K, V=V, PRECISION=PRECISION, **tiles(T, K),
+        )  # fmt: skip
     return out, k_out, u, decay
 
 
@@ -178,8 +179,9 @@ def fold(state_BHKV: Tensor, k: Tensor, u: Tensor, decay: Tensor, path: Tensor) 
     B, H, K, V = state_BHKV.shape
     size, part = max(16, triton.next_power_of_2(len(path))), min(K, 32)
     launch: Any = fold_kernel[(B * H, V // BLOCK_V, K // part)]
-    launch(
-        state_BHKV, k, u, decay, path, len(path), u.shape[2], H, k.shape[1],
-        *state_BHKV.stride()[:2], K=K, V=V, BLOCK_P=size, BLOCK_K=part, BLOCK_V=BLOCK_V,
-        PRECISION=PRECISION, num_warps=4, num_stages=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(u):
+        launch(
+            state_BHKV, k, u, decay, path, len(path), u.shape[2], H, k.shape[1],
+            *state_BHKV.stride()[:2], K=K, V=V, BLOCK_P=size, BLOCK_K=part, BLOCK_V=BLOCK_V,
+            PRECISION=PRECISION, num_warps=4, num_stages=1,
+        )  # fmt: skip

@@ -12,6 +12,7 @@ Shapes: T tokens, D channels, W taps, Hk/H key and value heads, K/V head sizes.
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -73,10 +74,11 @@ def conv_split(
     def launch(out: Tensor, first: int, *, norm: bool) -> None:
         parts, _, heads, size = out.shape
         kernel: Any = conv_kernel[(blocks, parts * heads)]
-        kernel(
-            x_1TD, weight_DW, positions, out, EPS, T, first, heads, x_1TD.stride(1), HEAD=size,
-            W=weight_DW.shape[1], NORM=norm, BLOCK_T=BLOCK_T, num_warps=4,
-        )  # fmt: skip
+        with torch.cuda.device_of(x_1TD):  # Triton launches on the current one
+            kernel(
+                x_1TD, weight_DW, positions, out, EPS, T, first, heads, x_1TD.stride(1), HEAD=size,
+                W=weight_DW.shape[1], NORM=norm, BLOCK_T=BLOCK_T, num_warps=4,
+            )  # fmt: skip
 
     launch(keys, 0, norm=True)
     launch(values, 2 * key_heads * K, norm=False)
