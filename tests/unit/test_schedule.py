@@ -72,7 +72,7 @@ def test_a_live_target_runs_at_the_same_round_on_every_rank(count, monkeypatch):
     draw = np.random.default_rng(0)
     lengths = draw.integers(1, 60, 300).tolist()
     steps = planned(lengths, 5) + planned(lengths, 5, epoch=1)
-    dealt, ran, read = deal(steps, lengths, count), [], []
+    dealt, ran, read = list(deal(steps, lengths, count)), [], []
     monkeypatch.setattr(LiveSource, "_batch", lambda self, row, states: batch_of(row))
     for rank in range(count):
         source = source_of(lengths)

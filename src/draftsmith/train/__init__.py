@@ -6,6 +6,7 @@ goes on from its last checkpoint with the same numbers, on any number of GPUs.
 """
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ from draftsmith.train import checkpoints, guards, nodes
 from draftsmith.train.ceiling import products_of, seconds_of
 from draftsmith.train.loggers import Loggers
 from draftsmith.train.microbatch import Forward
-from draftsmith.train.schedule import Step, deal, learning_rate, plan_steps
+from draftsmith.train.schedule import Step, deal, learning_rate, num_rounds, plan_steps
 from draftsmith.train.sources import Opened, open_source
 from draftsmith.train.verdict import Judge
 
@@ -280,7 +281,8 @@ def train(
         judge.before()
     ceiling_s = _ceiling(cfg, drafter)
     dealt = deal(steps, opened.source.lengths, ranks.count)
-    batches = forward.micro_batches(opened.source, steps[begin:], dealt[begin:], ranks)
+    dealt = itertools.islice(dealt, begin, None)
+    batches = forward.micro_batches(opened.source, steps[begin:], dealt, ranks)
     if begin == 0:
         batches = guards.alive(batches, taps)
     with stop_is_noted() as told:
@@ -288,7 +290,7 @@ def train(
             started, step = time.perf_counter(), steps[number]
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(settings, number, len(steps))
-            rounds = len(dealt[number])
+            rounds = num_rounds(step, ranks.count)
             sums = train_step(
                 forward,
                 batches,

@@ -1,7 +1,7 @@
 """A micro-batch on its way through the drafter: anchors, blocks, masks, hidden states, loss."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -123,7 +123,7 @@ class Forward:
         return FeatureBatch([-1], [1], hidden.to(self._dtype), ids, mask, extra)
 
     def micro_batches(
-        self, source: Source, steps: list[Step], dealt: list[list[Round]], ranks: Ranks
+        self, source: Source, steps: list[Step], dealt: Iterable[list[Round]], ranks: Ranks
     ) -> Iterator[FeatureBatch | None]:
         """This rank's micro-batches on the device; None where a step has too few for all ranks."""
         both = zip(steps, dealt, strict=True)

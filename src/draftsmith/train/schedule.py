@@ -24,14 +24,19 @@ class Step:
     rows: list[list[int]]
 
 
-def deal(steps: list[Step], lengths: list[int], count: int) -> list[list[Round]]:
+def num_rounds(step: Step, count: int) -> int:
+    """In which `count` ranks do a step."""
+    return -(-len(step.rows) // count)
+
+
+def deal(steps: list[Step], lengths: list[int], count: int) -> Iterator[list[Round]]:
     """The rounds of each step: a micro-batch for each of `count` ranks at a time, an empty one where others have
     one more. Ranks wait for each other, and a live target costs what a micro-batch holds: the largest go to
     the ranks that have had the fewest tokens so far.
     """
-    had, out = [0] * count, []
+    had = [0] * count
     for step in steps:
-        rounds = -(-len(step.rows) // count)
+        rounds = num_rounds(step, count)
         of_rank: list[list[list[int]]] = [[] for _ in range(count)]
         sizes = [sum(lengths[i] for i in row) for row in step.rows]
         for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
@@ -39,8 +44,7 @@ def deal(steps: list[Step], lengths: list[int], count: int) -> list[list[Round]]
             rank = min(open_ranks, key=lambda r: had[r])
             of_rank[rank].append(step.rows[k])
             had[rank] += sizes[k]
-        out.append([[r[k] if k < len(r) else [] for r in of_rank] for k in range(rounds)])
-    return out
+        yield [[r[k] if k < len(r) else [] for r in of_rank] for k in range(rounds)]
 
 
 def turns(rounds: Iterable[Round], fit: Callable[[list[list[int]]], bool]) -> Iterator[int]:
