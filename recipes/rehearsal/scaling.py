@@ -6,8 +6,8 @@
 
 For each number of GPUs: `extract` by the local engine into a store of its own, a shard a row, and `train` from a
 live source with FSDP2 and with DDP, the same tokens a step however many share them. Rates leave starts out:
-extraction counts the shards written between the first of every worker and the last; training is the median of
-the steps after the first ten. `--beside` measures on unlike GPUs at the same time where there are enough (1, 1 and 2 of
+extraction counts the shards written between the first of every worker and the last; training is all
+steps after the first ten. `--beside` measures on unlike GPUs at the same time where there are enough (1, 1 and 2 of
 4, say): less time, and cores and memory shared. Prints a table and writes OUT/scaling.json. What is measured is kept:
 the command goes on where it was stopped.
 """
@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -111,7 +110,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--what", nargs="+", choices=WORK, default=list(WORK))
     parser.add_argument("--beside", action="store_true")
     parser.add_argument("--store", type=Path, help="features go there; default OUT")
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--conversations", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=200)
     return parser.parse_args()
@@ -159,16 +158,17 @@ def extraction(args: argparse.Namespace, what: str, count: int, env: dict[str, s
 
 
 def training(args: argparse.Namespace, what: str, count: int, env: dict[str, str]) -> float:
-    """Tokens/s, the median of the steps after ten."""
+    """Tokens/s of the steps after ten: together, since a live target runs for several of them at a time."""
     events = _run(
         args, "train", f"{what}-{count}", env, "--features.source", "live", "--train.parallel", what,
         "--train.processes", str(count), "--train.max_steps", str(args.steps), "--train.log_every", "1",
         "--train.checkpoint_every", str(10 * args.steps), "--train.epochs", "1000",
     )  # fmt: skip
     shutil.rmtree(args.out / f"{what}-{count}" / "checkpoints")  # 20 GB at 27B
-    rates = [event["tokens_per_s"] for event in events if event["kind"] == "step"]
-    assert len(rates) > 12, f"{len(rates)} steps are too few"
-    return statistics.median(rates[10:])
+    late = [event for event in events if event["kind"] == "step"][10:]
+    assert len(late) > 9, f"{len(late)} steps after ten are too few"
+    tokens = sum(event["tokens"] for event in late)
+    return tokens / sum(event["tokens"] / event["tokens_per_s"] for event in late)
 
 
 def predicted(config: Path, args: argparse.Namespace) -> dict[int, float]:

@@ -1,7 +1,6 @@
 """Where a run's time went, by its events:  python recipes/rehearsal/shares.py RUN"""
 
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 
 def shares(run: Path) -> dict[str, Any]:
     """Seconds of each stage at work and at its start, over all tries; of training's steps after the first ten
-    the median rate, the share waited for features, and the highest memory.
+    the rate and the share waited for features, and the highest memory.
     """
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     stages: dict[str, dict[str, float]] = {}
@@ -29,15 +28,22 @@ def shares(run: Path) -> dict[str, Any]:
     stages.pop("run", None)
     steps = [event for event in events if event["kind"] == "step"]
     late = steps[10:] or steps
+    seconds = [event["tokens"] / event["tokens_per_s"] for event in late]
+
+    def mean(name: str) -> float:
+        return sum(s * event.get(name, 0.0) for s, event in zip(seconds, late, strict=True)) / sum(
+            seconds
+        )
+
     whole = sum(sum(stage.values()) for stage in stages.values())
     return {
         "gone_on_from_step": gone_on,
         "stages": stages,
         "shares": {name: round(sum(stage.values()) / whole, 4) for name, stage in stages.items()},
         "steps": len({event["step"] for event in steps}),
-        "tokens_per_s": statistics.median(event["tokens_per_s"] for event in late),
-        "data_wait": statistics.median(event["data_wait"] for event in late),
-        "of_ceiling": statistics.median(event.get("of_ceiling", 0.0) for event in late) or None,
+        "tokens_per_s": mean("tokens_per_s"),
+        "data_wait": mean("data_wait"),
+        "of_ceiling": mean("of_ceiling") or None,
         "peak_gib": max((event.get("peak_gib", 0.0) for event in steps), default=0.0) or None,
         "losses": [round(steps[0]["loss"], 4), round(steps[-1]["loss"], 4)],
     }

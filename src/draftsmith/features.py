@@ -69,14 +69,14 @@ class Source(Protocol):
     lengths: list[int]
 
     def fit(self, rows: list[list[int]]) -> bool:
-        """Whether these micro-batches are read at a time."""
+        """Whether these micro-batches are read together."""
         ...
 
     def batches(
         self, rows: list[list[int]], *, pinned: bool, turns: Iterable[int] | None = None
     ) -> Iterator[FeatureBatch | None]:
         """These micro-batches in order, None for an empty one; `pinned`: from page-locked memory, for copies
-        to a GPU; `turns`: how many of them are read at a time, where that matters.
+        to a GPU; `turns`: how many of them are read together, where that matters.
         """
         ...
 

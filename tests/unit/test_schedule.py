@@ -1,6 +1,7 @@
 """Which rank reads what, and when a live target runs: the same moment on every rank."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,13 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftsmith.config import TargetConfig
 from draftsmith.core import Sample
 from draftsmith.features import FeatureBatch, epoch_plan
 from draftsmith.ranks import Ranks
+from draftsmith.target.forward import StatesForward
+from draftsmith.target.load import load_target
 from draftsmith.target.rows import joined_rows
 from draftsmith.train.live import LiveSource
 from draftsmith.train.microbatch import Forward
 from draftsmith.train.schedule import Step, deal, turns
+from tiny_models import assets, random_ids
 
 BUDGET = 64
 SIZES = st.lists(st.integers(1, 100), min_size=1, max_size=60)
@@ -35,8 +40,6 @@ def test_every_rank_gets_a_like_share_of_every_step(lengths, rows_a_step, count)
         assert sorted(given_out) == sorted(step.rows), "each once"
         assert all(all(each) for each in rounds[:-1]), "only a step's last round is short"
         had += [sum(lengths[i] for each in rounds for i in each[rank]) for rank in range(count)]
-    if rows_a_step % count == 0 or count == 1:
-        return
     assert had.max() - had.min() <= 3 * 100, "nobody is always the one that has more"
 
 
@@ -97,3 +100,30 @@ def source_of(lengths: list[int]) -> LiveSource:
 def batch_of(row: list[int]) -> FeatureBatch:
     nothing = torch.zeros(1, dtype=torch.long)
     return FeatureBatch(row, [1] * len(row), torch.zeros(1), nothing, nothing)
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_states_are_those_of_one_at_a_time(rank, begin):
+    """Micro-batches that are computed together, empty ones among them, and from within an epoch on."""
+    lengths = np.random.default_rng(1).integers(4, 60, 40).tolist()
+    samples = [Sample(k, random_ids(n, k), [1] * n) for k, n in enumerate(lengths)]
+    target = load_target(TargetConfig(model=str(assets() / "tiny-hybrid"), dtype="float32"))
+    forward = StatesForward(target, [1, 3], "none", torch.float32, row_tokens=128)
+    live = LiveSource(forward, samples, row_tokens=128)
+    steps = planned(lengths, 5)
+    dealt = list(deal(steps, lengths, 2))
+    self = SimpleNamespace(_flex=False, device=torch.device("cpu"), _dtype=torch.float32)
+    mine = [each[rank] for of_step in dealt[begin:] for each in of_step]
+    args: Any = (self, live, steps[begin:], dealt[begin:], Ranks(rank, 2))
+    batches = list(Forward.micro_batches(*args))
+    assert [] in mine and len(batches) == len(mine)
+    for row, batch in zip(mine, batches, strict=True):
+        if batch is None:
+            assert row == []
+            continue
+        assert batch.sample_ids == row
+        parts = batch.hidden.split([lengths[i] for i in row])
+        for i, states in zip(row, parts, strict=True):
+            (alone,) = forward([samples[i]]).features()
+            torch.testing.assert_close(states, alone.hidden, rtol=1e-4, atol=1e-4)

@@ -40,12 +40,13 @@ from draftsmith.store.shards import KIND, SampleFeatures, shard_name, write_shar
 from draftsmith.target.forward import StatesForward
 from draftsmith.target.load import unembed
 from draftsmith.target.packed import can_pack, has_kernels
+from draftsmith.target.rows import TURN_ROWS
 from draftsmith.target.taps import auto_taps
 from draftsmith.train.ceiling import products_of, replay_of
 from draftsmith.train.live import LiveSource
 from draftsmith.train.schedule import Step, deal
 
-WARM_UP = 3  # steps that are not measured; the first one compiles
+WARM_UP = 4  # steps that are not measured; the first one compiles
 SourceName = Literal["memory", "store", "live"]
 
 
@@ -88,6 +89,8 @@ def run(
         torch.nn.init.normal_(drafter.fc.weight, std=0.02)
         drafter.share(*frozen, dtype=dtype)
         forward, optimizer = train.prepare(cfg, drafter, None, Ranks())
+        if source == "live":  # the target runs for some rows at a time: whole turns of it
+            steps += -steps % TURN_ROWS
         turns = range((WARM_UP + steps) * accumulate)
         if source == "memory":
             batches = itertools.cycle(_in_memory(micro, shape, device, dtype))
@@ -127,6 +130,7 @@ def run(
             wait_for(device)
             took.append(time.monotonic() - started)
             ceilings.append(time_of(replay, device) * accumulate)
+        step_s = sum(took) / steps if source == "live" else statistics.median(took)
         result: dict[str, Any] = {
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
             "torch": torch.__version__,
@@ -139,11 +143,11 @@ def run(
             "accumulate": accumulate,
             "recompute": recompute,
             "first_step_s": first_s,
-            "step_s": statistics.median(took),
+            "step_s": step_s,
             "ceiling_s": statistics.median(ceilings),
             "data_wait_share": waited / sum(took),
-            "block_tokens_per_s": anchors * block_size * accumulate / statistics.median(took),
-            "tokens_per_s": tokens * accumulate / statistics.median(took),
+            "block_tokens_per_s": anchors * block_size * accumulate / step_s,
+            "tokens_per_s": tokens * accumulate / step_s,
         }
         result["share_of_ceiling"] = result["ceiling_s"] / result["step_s"]
         if device.type == "cuda":

@@ -215,7 +215,9 @@ def _running_tau(answered: list[Answered], method: str) -> float:
 
 
 def _drafters(cfg: RunConfig, target: PreTrainedModel, checkpoint: Path) -> dict[str, DFlash]:
-    """The trained drafter with the weights an export holds (bf16 values), and its untrained twin if asked for."""
+    """The trained drafter with the weights an export holds (bf16 values); a random one of its shape, if asked
+    for.
+    """
     shared = unembed(target)
     options: dict[str, Any] = {"dtype": shared[0].dtype, "device": target.device}
     layers = len(decoder_layers(text_decoder(target), "target.model"))

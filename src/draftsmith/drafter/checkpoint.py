@@ -85,9 +85,11 @@ def load_drafter(
         drafter = DFlash(read_shape(folder, num_target_layers))
     tensors = _read_tensors(folder)
     check_tensors({name: tuple(t.shape) for name, t in tensors.items()}, drafter, str(folder))
-    rounded = {name: t.to(round_to or t.dtype).to(dtype) for name, t in tensors.items()}
-    drafter.load_state_dict(rounded, assign=True)
-    return drafter.to(device, dtype).eval().requires_grad_(False)
+    own = {  # a copy: what is read is the file itself, which may change
+        name: t.to(round_to or t.dtype).to(device, dtype, copy=True) for name, t in tensors.items()
+    }
+    drafter.load_state_dict(own, assign=True)
+    return drafter.eval().requires_grad_(False)
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

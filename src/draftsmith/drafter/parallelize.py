@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -38,6 +39,8 @@ def parallelize(
         mesh = mesh["within"]
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy: dict[str, Any] = {"mp_policy": half} if device.type == "cuda" else {}
+    for parameter in drafter.parameters():  # GPUs of another kind draw other first weights
+        dist.broadcast(parameter.detach(), 0)
     for layer in drafter.layers:
         fully_shard(layer, mesh=mesh, **policy)
     fully_shard(drafter, mesh=mesh, **policy)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from torch import Tensor, nn
@@ -277,6 +278,7 @@ def train(
     loggers = Loggers(cfg) if ranks.lead else None
     report.working(len(steps), "steps", done=begin)
     gradients, taps, last = guards.Gradients(), drafter.shape.taps, {}
+    spent = np.zeros(4)  # since the last log: tokens, seconds, seconds waited, rounds
     if begin == 0 and cfg.drafter.init_from:
         judge.before()
     ceiling_s = _ceiling(cfg, drafter)
@@ -305,24 +307,27 @@ def train(
                 guards.refuse(number + 1, wrong, sums.batches, taps, ranks)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            done, took = number + 1, time.perf_counter() - started
+            done = number + 1
+            tokens = sum(opened.source.lengths[i] for row in step.rows for i in row)
+            spent += (tokens, time.perf_counter() - started, sums.waited_s, rounds)
             if done % settings.log_every == 0 or done == len(steps):
-                tokens = sum(opened.source.lengths[i] for row in step.rows for i in row)
                 survival = sums.survival.tolist()
                 last = {
                     "loss": sums.loss.item(),
                     "anchor_tau": 1 + sum(survival),
                     "grad_norm": sums.norm.item(),
                     "lr": optimizer.param_groups[0]["lr"],
-                    "tokens_per_s": tokens / took,
-                    "data_wait": sums.waited_s / took,
-                    **({"of_ceiling": rounds * ceiling_s / took} if ceiling_s else {}),
+                    "tokens_per_s": spent[0] / spent[1],
+                    "data_wait": spent[2] / spent[1],
+                    **({"of_ceiling": spent[3] * ceiling_s / spent[1]} if ceiling_s else {}),
                     **_memory(device),
                 }
-                report.event("step", step=done, epoch=step.epoch, **last, survival=survival)
+                told_of = {"step": done, "epoch": step.epoch, "tokens": int(spent[0])}
+                report.event("step", **told_of, **last, survival=survival)
                 if loggers:
                     by_slot = {f"survival/{k + 1}": x for k, x in enumerate(survival)}
                     loggers.log(done, {**last, **by_slot})
+                spent[:] = 0
             report.progress(done, **last)
             stopping = sums.stopping.item() and done < len(steps)
             saves = done % settings.checkpoint_every == 0 or done == len(steps)

@@ -5,7 +5,7 @@ Micro-batches that follow each other share rows of the target, so that it runs a
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ States = dict[str, Tensor]
 
 class LiveSource:
     """Batches of these samples. `row_tokens`: of one forward of the target. `keep`: a store that fills
-    during the first epoch. `stored`: finished stores, from which samples are read in place of computed.
+    during the first epoch. `stored`: finished stores, from which samples are read in place of computed;
+    `all_stored`: those of all ranks, once each has finished its own.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class LiveSource:
         row_tokens: int,
         keep: WriteThrough | None = None,
         stored: Sequence[StoreReader] = (),
+        all_stored: Callable[[], list[StoreReader]] | None = None,
     ) -> None:
+        self._all_stored = all_stored
         self._forward, self._samples, self._row_tokens = forward, samples, row_tokens
         self.sample_ids = [sample.sample_id for sample in samples]
         self.lengths = [len(sample.input_ids) for sample in samples]
@@ -52,10 +55,17 @@ class LiveSource:
     def fit(self, rows: list[list[int]]) -> bool:
         """Whether few rows of the target hold them."""
         tokens = sum(self.lengths[i] for row in rows for i in row)
-        return tokens <= TURN_ROWS * self._row_tokens and len(self._joined(rows)) <= TURN_ROWS
+        return tokens <= TURN_ROWS * self._row_tokens and len(self._planned(rows)) <= TURN_ROWS
 
-    def _joined(self, rows: list[list[int]]) -> list[list[int]]:
-        return joined_rows(rows, self.lengths, tokens_per_batch=self._row_tokens)
+    def _planned(self, rows: list[list[int]]) -> list[list[int]]:
+        """The target's rows for these micro-batches."""
+        budget = self._row_tokens
+        if self._forward.row_tokens is not None:
+            return joined_rows(rows, self.lengths, tokens_per_batch=budget)
+        flat = [i for row in rows for i in row]  # right-padded: samples of like length together
+        lengths = [self.lengths[i] for i in flat]
+        plan = plan_rows(lengths, tokens_per_batch=budget, seed=0)
+        return [[flat[k] for k in row] for row in plan.rows]
 
     def batches(
         self, rows: list[list[int]], *, pinned: bool, turns: Iterable[int] | None = None
@@ -76,15 +86,7 @@ class LiveSource:
         """By position: read where a store has them, the rest computed, kept while there is room."""
         stored = [i for row in rows for i in row if self.sample_ids[i] in self._reader_of]
         out = {i: self._read(i) for i in stored}
-        missing = [[i for i in row if i not in out] for row in rows]
-        if self._forward.row_tokens is None:  # right-padded: samples of like length together
-            flat = [i for row in missing for i in row]
-            lengths = [self.lengths[i] for i in flat]
-            plan = plan_rows(lengths, tokens_per_batch=self._row_tokens, seed=0).rows
-            joined = [[flat[k] for k in row] for row in plan]
-        else:
-            joined = self._joined(missing)
-        for row in joined:
+        for row in self._planned([[i for i in row if i not in out] for row in rows]):
             out |= self._computed(row)
         return out
 
@@ -148,8 +150,12 @@ class LiveSource:
         )
 
     def end_epoch(self) -> None:
-        """The store that filled is finished, and read from now on."""
+        """The stores that filled are finished, this rank's and the others', and read from now on: in the next
+        epoch it gets other samples. Every rank gets here.
+        """
         if self._keep is not None:
             self._keep.finish({})
-            place, self._keep = self._keep.place, None
-            self.read_from([*set(self._reader_of.values()), StoreReader(place)])
+            self._keep = None
+        if self._all_stored is not None:
+            self.read_from(self._all_stored())
+            self._all_stored = None

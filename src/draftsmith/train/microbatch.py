@@ -131,6 +131,8 @@ class Forward:
             rounds = [each for _, of_step in of_epoch for each in of_step]
             mine = [each[ranks.rank] for each in rounds]
             together = turns(rounds, source.fit)
-            for batch in source.batches(mine, pinned=self._flex, turns=together):
+            batches = source.batches(mine, pinned=self._flex, turns=together)
+            for row, batch in zip(mine, batches, strict=True):
+                assert (batch is None) == (not row), "a batch a row"
                 yield batch.to(self.device, self._dtype) if batch else None
             source.end_epoch()

@@ -72,7 +72,10 @@ def open_source(
         self_test(forward, train[:PROBES])
     keep, stored = _kept(cfg, engine, ranks)
     row_tokens = cfg.extract.tokens_per_batch
-    source = LiveSource(forward, train, row_tokens=row_tokens, keep=keep, stored=stored)
+    source = LiveSource(
+        forward, train, row_tokens=row_tokens, keep=keep, stored=stored,
+        all_stored=None if cfg.features.max_bytes is None else lambda: _finished(cfg, ranks),
+    )  # fmt: skip
     shown = LiveSource(forward, chosen, row_tokens=row_tokens)
     norm = final_norm(forward.model) if cfg.train.loss != "ce" else None
     return Opened(source, train.num_anchors, shown, chosen, unembed(forward.model), norm)
@@ -122,6 +125,12 @@ def _kept(
         shard_bytes=cfg.extract.shard_bytes, event=lambda *args, **fields: None,
     )  # fmt: skip
     return keep, readers
+
+
+def _finished(cfg: RunConfig, ranks: Ranks) -> list[StoreReader]:
+    """Of all ranks, once each has got so far."""
+    ranks.barrier()
+    return [StoreReader(place) for _, place in _live_stores(cfg) if is_complete(place)]
 
 
 def _live_stores(cfg: RunConfig) -> list[tuple[str, Place]]:
