@@ -132,7 +132,7 @@ def _kernels(cfg: RunConfig) -> Iterator[Line]:
     if device_of(cfg.target).type == "cpu":
         if importlib.util.find_spec("fla") is not None:
             yield Line(
-                "kernels", "problem", "flash-linear-attention is installed, and there is no GPU: "
+                "kernels", "problem", "flash-linear-attention is installed, and the target is on the CPU: "
                 "Transformers would call its kernels on CPU tensors", "pip uninstall fla-core",
             )  # fmt: skip
         return

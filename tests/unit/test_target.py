@@ -1,5 +1,8 @@
 """Taps, the row plan, and extraction against an independent forward on every family."""
 
+import sys
+import types
+
 import pytest
 import torch
 import transformers as tf
@@ -21,7 +24,7 @@ from draftsmith.target.load import (
 )
 from draftsmith.target.rows import plan_rows
 from draftsmith.target.taps import auto_taps, resolve_taps
-from tiny_models import CONFIGS, MORE, build, random_ids
+from tiny_models import CONFIGS, MORE, assets, build, random_ids
 
 
 def test_auto_taps_are_zlabs():
@@ -131,7 +134,6 @@ def test_a_vlm_checkpoint_loads_as_its_text_model_bit_for_bit(tmp_path):
 
 def test_every_end_token_ends_an_answer():
     from draftsmith.target.load import load_tokenizer
-    from tiny_models import assets
 
     target = TargetConfig(model=str(assets() / "tiny-hybrid"))
     tokenizer = load_tokenizer(target)
@@ -150,3 +152,12 @@ def test_what_the_drafter_borrows_is_read_without_the_other_layers(family, tmp_p
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(two))
     norms = [final_norm(model).state_dict() for model in (whole, outside)]
     assert norms[0] and all(torch.equal(norms[0][name], norms[1][name]) for name in norms[0])
+
+
+def test_kernels_for_a_gpu_beside_a_model_on_the_cpu_are_refused(monkeypatch):
+    """As where Transformers found fla: it calls its kernels for CPU tensors too."""
+    target = TargetConfig(model=str(assets() / "tiny-hybrid"), device="cpu", dtype="float32")
+    load_target(target)
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    with pytest.raises(UserError, match="pip uninstall fla-core"):
+        load_target(target)

@@ -5,6 +5,7 @@ checkpoints as text models.
 import hashlib
 import importlib.util
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,14 @@ def load_target(
             f"({len(info['missing_keys'])} tensors missing)",
             expected="all weights",
             remedy="Copy or download the model again.",
+        )
+    if device.type == "cpu" and sys.modules.get("fla") is not None:  # by what was just loaded
+        raise UserError(
+            where="target.device",
+            found="a model on the CPU, and flash-linear-attention in this environment: Transformers would "
+            "call its GPU kernels on CPU tensors",
+            expected="target.device: cuda, or an environment without it",
+            remedy="Set target.device: cuda, or pip uninstall fla-core.",
         )
     model = model if placement else model.to(device)
     return model.eval().requires_grad_(False)
