@@ -161,3 +161,4 @@ def test_kernels_for_a_gpu_beside_a_model_on_the_cpu_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
     with pytest.raises(UserError, match="pip uninstall fla-core"):
         load_target(target)
+    load_outside(target)  # what the drafter borrows calls none

@@ -210,7 +210,8 @@ def load_target(
             expected="all weights",
             remedy="Copy or download the model again.",
         )
-    if device.type == "cpu" and sys.modules.get("fla") is not None:  # by what was just loaded
+    fla = sys.modules.get("fla")  # imported by the family's code, just now
+    if device.type == "cpu" and fla is not None and config is None:  # a part of it is never called
         raise UserError(
             where="target.device",
             found="a model on the CPU, and flash-linear-attention in this environment: Transformers would "
