@@ -1,9 +1,10 @@
 """doctor: what will work here, before weights are loaded."""
 
 import json
+import shutil
 
 import pytest
-from runs import write_config
+from runs import resume, write_config
 
 import s3_servers
 from draftsmith import doctor
@@ -41,6 +42,17 @@ def test_each_mistake_is_a_line_and_the_rest_go_on(tmp_path, capsys):
     assert said["run"]["level"] == "problem"
     assert "does not read it" in said["template_kwargs"]["found"]
     assert said["target"]["level"] == "ok"
+
+
+def test_a_disk_too_small_for_checkpoints_is_a_problem(tmp_path, capsys, monkeypatch, extracted):
+    path = resume(extracted, tmp_path, "extract")
+    code, said = findings(capsys, path)
+    assert code == 0 and said["checkpoints"]["level"] == "ok"
+    usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    code, said = findings(capsys, path)
+    assert code == 1 and said["checkpoints"]["level"] == "problem"
+    assert "keep_checkpoints" in said["checkpoints"]["remedy"]
 
 
 def test_s3_is_tried_with_a_tiny_object(tmp_path, capsys, moto, monkeypatch):

@@ -19,7 +19,9 @@ from draftsmith.drafter.model import DFlash
 from draftsmith.extract.plan import feature_bytes
 from draftsmith.options import _amount
 from draftsmith.plan.estimate import kept_bytes
+from draftsmith.ranks import Ranks
 from draftsmith.source import amount, choose_source
+from draftsmith.train.checkpoints import Saver
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "qwen3.6-27b.yaml"
 WORKLOAD = ["--samples", "913K", "--tokens", "913M", "--gpus", 8, "--gpu-memory", "96GB"]
@@ -71,6 +73,39 @@ def test_sizes_are_those_of_the_published_target(reference):
     assert reference["target"]["params_for_features"] == cut
     mine = 5 * (2 * H * 4096 + 2 * H * 1024 + 3 * H * INNER + 2 * H + 2 * 128) + 5 * H * H + 2 * H
     assert reference["drafter"]["params"] == mine
+
+
+def test_a_checkpoint_is_counted_as_it_is_written(tmp_path, reference):
+    said = reference["checkpoints"]
+    assert said["one"] == 12 * reference["drafter"]["params"] and said["bytes"] == 4 * said["one"]
+    shape = DrafterShape(
+        256,
+        768,
+        2,
+        4,
+        2,
+        64,
+        1e-6,
+        1e4,
+        4096,
+        99,
+        ("full_attention",) * 2,
+        2048,
+        8,
+        1,
+        (1, 2, 3),
+        8,
+    )
+    drafter = DFlash(shape).init_weights(0)
+    optimizer = torch.optim.AdamW(drafter.parameters())
+    sum(p.sum() for p in drafter.parameters()).backward()
+    optimizer.step()
+    saver = Saver(tmp_path, Ranks(), keep=1)
+    saver.save(drafter, optimizer, 1)
+    saver.wait()
+    written = sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file())
+    params = sum(p.numel() for p in drafter.parameters())
+    assert abs(written / (12 * params) - 1) < 0.05
 
 
 def test_hours_follow_the_measured_rates(reference):

@@ -83,6 +83,7 @@ def make(cfg: RunConfig, asked: Asked) -> dict[str, Any]:
             "codec": cfg.extract.codec,
             "bytes": stored,
         },
+        "checkpoints": _checkpoints(job, asked),
         "stages": [
             {**asdict(stage), "fits": stage.memory_bytes <= room, "taken": stage.name in both}
             for stage in stages
@@ -93,6 +94,25 @@ def make(cfg: RunConfig, asked: Asked) -> dict[str, Any]:
         "scaling": lines,
         "source": asdict(choice),
         "rates": estimate.plain(job.rates),
+    }
+
+
+def _checkpoints(job: Job, asked: Asked) -> dict[str, Any]:
+    """What training leaves in the run's folder: bytes of one and at most, those there already, and free
+    bytes of its disk.
+    """
+    one, most = estimate.checkpoint_bytes(job)
+    place = places.Folder(job.cfg.root)
+    there = sum(f.stat().st_size for f in (job.cfg.root / "checkpoints").rglob("*") if f.is_file())
+    free = place.free_bytes() if asked.disk_bytes is None else asked.disk_bytes
+    kept = job.cfg.train.keep_checkpoints
+    return {
+        "place": str(job.cfg.root),
+        "kept": kept,
+        "one": one,
+        "bytes": most,
+        "there": there,
+        "free": free,
     }
 
 

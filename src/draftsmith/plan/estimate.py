@@ -99,6 +99,14 @@ def store_bytes(job: Job) -> dict[str, int]:
     return feature_bytes(job.cfg, job.info, len(job.shape.taps), job.work.tokens)
 
 
+def checkpoint_bytes(job: Job) -> tuple[int, int]:
+    """Of one checkpoint (weights and AdamW's two moments, fp32), and of all that are on the disk at once:
+    those that are kept, the best, and the one being written.
+    """
+    one = 3 * 4 * job.params
+    return one, (job.cfg.train.keep_checkpoints + 2) * one
+
+
 def regenerate(job: Job) -> Stage:
     """Batched decoding: a step costs the slower of reading the weights and the products."""
     cfg, target, work = job.cfg.regenerate, job.target, job.work

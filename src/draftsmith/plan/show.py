@@ -31,6 +31,7 @@ def text(plan: dict[str, Any]) -> str:
     )
     console.print(_stages(plan))
     console.print(_bytes(plan))
+    console.print(_checkpoints(plan["checkpoints"]), highlight=False, soft_wrap=True)
     console.print(_rates(plan))
     source = plan["source"]
     console.print(
@@ -96,6 +97,13 @@ def _bytes(plan: dict[str, Any]) -> Table:
         mark = " *" if codec == store["codec"] else ""
         grid.add_row(codec + mark, amount(size), f"{size / plan['work']['tokens']:,.0f} B", fits)
     return grid
+
+
+def _checkpoints(of: dict[str, Any]) -> str:
+    return (
+        f"checkpoints: {amount(of['bytes'])} at most at {of['place']}: {of['kept']} newest, the best and the "
+        f"one being written, {amount(of['one'])} each; {amount(of['free'])} free there\n"
+    )
 
 
 def _rates(plan: dict[str, Any]) -> Table:
