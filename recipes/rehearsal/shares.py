@@ -7,8 +7,8 @@ from typing import Any
 
 
 def shares(run: Path) -> dict[str, Any]:
-    """Seconds of each stage at work and at its start, over all tries; of training's steps after the first ten
-    the rate and the share waited for features, and the highest memory.
+    """Seconds of each stage at work and at its start, over all tries, and of each part of training's starts; of
+    its steps after the first ten the rate and the share waited for features, and the highest memory.
     """
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     stages: dict[str, dict[str, float]] = {}
@@ -26,6 +26,10 @@ def shares(run: Path) -> dict[str, Any]:
             gone_on = event["done"] or gone_on
     assert begun, "a run that has begun"
     stages.pop("run", None)
+    loading: dict[str, list[float]] = {}
+    for event in events:
+        if event["kind"] == "loaded":
+            loading.setdefault(event["what"], []).append(event["seconds"])
     steps = [event for event in events if event["kind"] == "step"]
     late = steps[10:] or steps
     seconds = [event["tokens"] / event["tokens_per_s"] for event in late]
@@ -39,6 +43,7 @@ def shares(run: Path) -> dict[str, Any]:
     return {
         "gone_on_from_step": gone_on,
         "stages": stages,
+        "loading": loading,
         "shares": {name: round(sum(stage.values()) / whole, 4) for name, stage in stages.items()},
         "steps": len({event["step"] for event in steps}),
         "tokens_per_s": mean("tokens_per_s"),

@@ -69,6 +69,18 @@ def trained(extracted, tmp_path_factory):
     return folder / "run"
 
 
+def test_the_parts_of_its_start_are_told(trained):
+    lines = (trained / "events.jsonl").read_text().splitlines()
+    events = [event for event in map(json.loads, lines) if event["stage"] == "train"]
+    names = [event["what"] for event in events if event["kind"] == "loaded"]
+    assert names == [
+        "tokens", "the target's embedding and lm_head", "first weights", "optimizer and checkpoint",
+    ]  # fmt: skip
+    said = sum(event["seconds"] for event in events if event["kind"] == "loaded")
+    at = {event["kind"]: event["at"] for event in events if event["kind"] in ("start", "working")}
+    assert 0 < said <= at["working"] - at["start"] + 0.1
+
+
 def test_a_micro_batch_is_bounded_in_tokens_and_blocks(extracted, tmp_path):
     cfg = configfile.load(config(extracted, tmp_path), {}).train
     cfg = cfg.model_copy(update={"anchors_per_sample": 20, "micro_batch_blocks": 30, "epochs": 3})

@@ -52,6 +52,7 @@ class StageReport:
         self._printed = self._looked = 0.0
         self._changed = False
         self._first: tuple[float, int] | None = None
+        self._loaded = time.monotonic()
         self.state: dict[str, Any] = {
             "run": str(root),
             "stage": stage,
@@ -80,6 +81,12 @@ class StageReport:
             "failure": None,
             "try": os.environ.get(TRY),
         }
+
+    def loaded(self, what: str) -> None:
+        """A part of loading is over: an event, with the seconds since the part before."""
+        before, self._loaded = self._loaded, time.monotonic()
+        self.event("loaded", what=what, seconds=round(self._loaded - before, 3))
+        self.tick()
 
     def working(self, total: int | None, unit: str, done: int = 0) -> None:
         """Loading is over; `done` of `total` `unit` were found finished."""
@@ -160,6 +167,8 @@ class StageReport:
 
 class NoReport:
     """The voice of a process that does not lead: silent."""
+
+    def loaded(self, what: str) -> None: ...
 
     def working(self, total: int | None, unit: str, done: int = 0) -> None: ...
 

@@ -120,13 +120,14 @@ def _run(cfg: RunConfig, ranks: Ranks) -> StageResult:
         manifest = manifests.begin(out, "checkpoints/1", inputs, remake=False)
         if manifest["complete"]:
             return StageResult("train", str(out), skipped=True, summary=manifest["counts"])
-        opened = open_source(cfg, tokens, list(shape.taps), inputs["source"], ranks)
+        opened = open_source(cfg, tokens, list(shape.taps), inputs["source"], ranks, report.loaded)
         _check_anchors(opened.num_anchors)
         steps = plan_steps(cfg.train, opened.source.lengths, opened.num_anchors, cfg.train_seed)
         embedding, head, softcap = opened.shared
         drafter = first_weights(cfg, shape, embedding.device)
         half = torch.bfloat16 if embedding.device.type == "cuda" else torch.float32
         drafter.share(embedding, head, softcap, dtype=half)
+        report.loaded("first weights")
         last = train(cfg, drafter, opened, steps, report, ranks)
         counts = {"steps": len(steps), "samples": len(opened.source.lengths)}
         if ranks.lead:
@@ -269,6 +270,7 @@ def train(
     share = anchor_share(opened.num_anchors, settings.anchors_per_sample)
     forward, optimizer = prepare(cfg, drafter, opened.norm, ranks, share)
     begin = checkpoints.resume(out, drafter, optimizer)
+    report.loaded("optimizer and checkpoint")
     saver = checkpoints.Saver(out, ranks, settings.keep_checkpoints)
     judge = Judge(
         out, opened.held_out_samples, opened.held_out, forward.hits, report=report, ranks=ranks,

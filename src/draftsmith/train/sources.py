@@ -5,7 +5,7 @@ target that the drafter borrows.
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,23 +53,29 @@ def open_source(
     taps: list[int],
     kind: Literal["store", "live"],
     ranks: Ranks,
+    loaded: Callable[[str], None] = lambda what: None,
 ) -> Opened:
-    """Open what `kind` says."""
+    """Open what `kind` says; `loaded` is told of each part."""
     train = tokenize_stage.read_samples(cfg, tokens, "train")
     held_out = tokenize_stage.read_samples(cfg, tokens, "held_out")
+    loaded("tokens")
     if kind == "store":
         reader = StoreReader(cfg.store)  # which holds fewer samples with features.max_bytes
         train, held_out = train.among(reader.sample_ids), held_out.among(reader.sample_ids)
         chosen = _chosen(cfg, held_out)
         source = StoreSource(reader, train.sample_ids)
         shown = StoreSource(reader, [sample.sample_id for sample in chosen])
-        return Opened(source, train.num_anchors, shown, chosen, *frozen_of(cfg))
+        shared, norm = frozen_of(cfg)
+        loaded("the target's embedding and lm_head")
+        return Opened(source, train.num_anchors, shown, chosen, shared, norm)
     train.check_vocabulary(inspect_target(cfg.target).vocab_size)
     chosen = _chosen(cfg, held_out)
     engine = engine_of(cfg, inspect_target(cfg.target), places.at(cfg.store))
     forward = target_forward(cfg, engine, taps)
+    loaded("target")
     if engine == ENGINES["packed"]:
         self_test(forward, train[:PROBES])
+        loaded("self-test")
     keep, stored = _kept(cfg, engine, ranks)
     row_tokens = cfg.extract.tokens_per_batch
     source = LiveSource(
