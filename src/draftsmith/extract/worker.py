@@ -2,6 +2,7 @@
 While the target computes a row, the rows before are copied, checked, encoded and written.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -45,10 +46,12 @@ def work(
         if kind == "shard":
             done(shard_number(fields["name"]))
 
+    begun = time.monotonic()
     if cfg.extract.files is not None:
         forward: Forward = ForeignStates.of(cfg, inspect_target(cfg.target), taps)
     else:
         forward = target_forward(cfg, engine, taps)
+        event("loaded", what="target", seconds=round(time.monotonic() - begun, 3))
     if isinstance(forward, StatesForward) and forward.row_tokens is not None:
         event("self_test", **self_test(forward, probes))
     with ShardWriter(places.at(cfg.store), cfg.extract.codec, said, event, room) as writer:
