@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.core import FaultFound, UserError
+from draftsmith.files import run_folder
 from draftsmith.monitor import now
 from draftsmith.monitor.processes import started
 
@@ -25,7 +26,8 @@ def detach(root: Path, words: list[str]) -> int:
     """Start `draftsmith WORDS` in a session of its own, and return once a stage works, or has been loading for
     a while; what it says goes to RUN/logs. Its exit code, if it ends before that.
     """
-    (root / "logs").mkdir(parents=True, exist_ok=True)
+    run_folder(root)
+    run_folder(root / "logs", root)
     path = root / "logs" / LOG
     with open(path, "ab") as log:
         begin = path.stat().st_size

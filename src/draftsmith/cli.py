@@ -6,6 +6,7 @@ Exit codes: 0 good, 1 failed or a fault found, 2 wrong use, 3 stalled, 4 stopped
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ from draftsmith.core import FaultFound, Stopped, UserError
 from draftsmith.files import FULL
 from draftsmith.signals import sigterm_unwinds
 
+FORBIDDEN = (errno.EPERM, errno.EACCES, errno.EROFS)
 GOOD, FAILED, WRONG_USE, STALLED, STOPPED = range(5)
 
 
@@ -35,7 +37,15 @@ def main(argv: list[str] | None = None) -> int:
     except FaultFound as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         return FAILED
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or Python would say so again at its end
+        print("draftsmith: what read its output has ended", file=sys.stderr)
+        return FAILED
     except OSError as error:
+        if error.errno in FORBIDDEN and error.filename is not None:
+            print(f"draftsmith: {error.filename}: {error.strerror}; it is no place to write in or read "
+                  "from for this user. Choose another, or change its owner or mode.", file=sys.stderr)  # fmt: skip
+            return WRONG_USE
         if error.errno not in FULL:
             raise
         with contextlib.suppress(OSError):  # it may be the disk of the log

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -202,8 +203,11 @@ def _folder(cfg: RunConfig) -> Iterator[Line]:
     near = cfg.root.absolute()
     while not near.exists():
         near = near.parent
-    if not near.is_dir() or not os.access(near, os.W_OK):
-        yield Line("run", "problem", f"{near} is no folder to write in", "Choose another `run:`.")
+    try:
+        tempfile.TemporaryFile(dir=near).close()  # root may write anywhere, by its mode
+    except OSError as error:
+        said = f"{near} is no folder to write in ({error.strerror})"
+        yield Line("run", "problem", said, "Choose another `run:`.")
     shared = Path("/dev/shm")
     if shared.exists() and (free := shutil.disk_usage(shared).free) < SHARED_MEMORY:
         yield Line(

@@ -83,6 +83,23 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def run_folder(path: Path, run: Path | None = None) -> None:
+    """Make the folder of a run, or one in `run`. Raises UserError where none can be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise UserError(
+            where=f"run: {run or path}",
+            found=f"a path that cannot be a folder ({error.strerror})"
+            if run is None
+            else f"a folder in which {path.name} cannot be made ({error.strerror})",
+            expected="a folder to write in",
+            remedy="Choose another `run:`.",
+        ) from None
+
+
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Turn 'no space left', however the library words it, into one message with numbers."""

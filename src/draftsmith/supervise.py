@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from draftsmith.config import RunConfig, SuperviseConfig
 from draftsmith.core import Stopped, UserError
-from draftsmith.files import write_json
+from draftsmith.files import run_folder, write_json
 from draftsmith.monitor import now, processes
 from draftsmith.monitor.failures import FINAL, TRANSIENT, first_cause
 from draftsmith.monitor.state import TRY, event, fail, failure_of, locked, stopped
@@ -57,8 +57,8 @@ def _end_with(parent: int) -> None:
 
 def run(cfg: RunConfig, words: list[str]) -> int:
     """Do the work of `draftsmith WORDS` in a worker, until it is done or cannot be done. The exit code."""
-    cfg.root.mkdir(parents=True, exist_ok=True)
-    (cfg.root / "logs").mkdir(exist_ok=True)
+    run_folder(cfg.root)
+    run_folder(cfg.root / "logs", cfg.root)
     with locked(cfg.root, now.SUPERVISOR_LOCK):
         supervisor = _Supervisor(cfg, words)
         supervisor.say()  # from now on it is this process that `stop` tells

@@ -44,6 +44,15 @@ def test_each_mistake_is_a_line_and_the_rest_go_on(tmp_path, capsys):
     assert said["target"]["level"] == "ok"
 
 
+def test_a_folder_that_cannot_be_written_is_a_problem_and_one_message(tmp_path, capsys):
+    path = write_config(tmp_path, supervise={"enabled": True})
+    code, said = findings(capsys, path, "--run", "/proc/self/draftsmith")
+    assert code == 1 and said["run"]["level"] == "problem"
+    for command in (["run"], ["run", "--detach"], ["prepare"]):
+        assert main([*command, str(path), "--run", "/proc/self/draftsmith"]) == 2
+        assert "Choose another `run:`" in capsys.readouterr().err
+
+
 def test_a_disk_too_small_for_checkpoints_is_a_problem(tmp_path, capsys, monkeypatch, extracted):
     path = resume(extracted, tmp_path, "extract")
     code, said = findings(capsys, path)

@@ -75,6 +75,21 @@ def test_sizes_are_those_of_the_published_target(reference):
     assert reference["drafter"]["params"] == mine
 
 
+def test_one_gpu_shares_with_nobody_and_a_small_disk_is_said(capsys):
+    args = ["plan", str(RECIPE), "--target", "qwen3.6-27b", "--samples", "913K", "--tokens", "913M", "--gpus",
+            "1", "--gpu-memory", "96GB", "--disk", "50GB"]  # fmt: skip
+    assert main(args) == 0
+    said = capsys.readouterr().out
+    assert "needs 100 GB of a GPU's 96 GB: train.recompute: true and extract" in said
+    assert "50 GB free there: they do not fit" in said
+    small = ["40GB" if arg == "96GB" else arg for arg in args]
+    assert main(small) == 0
+    assert (
+        "evaluate needs 59.5 GB of a GPU's 40 GB: GPUs with more, or target.gpus_per_replica"
+        in (capsys.readouterr().out)
+    )
+
+
 def test_a_checkpoint_is_counted_as_it_is_written(tmp_path, reference):
     said = reference["checkpoints"]
     assert said["one"] == 12 * reference["drafter"]["params"] and said["bytes"] == 4 * said["one"]
@@ -211,6 +226,11 @@ def test_broken_rates_are_refused(capsys, tmp_path, text, words):
 
 def test_wrong_use(capsys, tmp_path):
     path = write_config(tmp_path)
+    assert (
+        "unit"
+        in plan(capsys, path, "--samples", 9, "--tokens", 90, "--gpus", 1, "--gpu-memory", 96)[1]
+    )
+    assert "at least a token" in plan(capsys, path, "--samples", 9, "--tokens", 5, "--gpus", 0)[1]
     assert plan(capsys, path, "--samples", 9, "--tokens", 90, "--gpus", 2)[0] == 2
     assert "no prepared data" in plan(capsys, path, "--samples", 9)[1]
     assert plan(capsys, path, path)[0] == 2

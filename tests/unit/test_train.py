@@ -179,6 +179,10 @@ def test_a_killed_training_goes_on_bit_for_bit(extracted, trained, tmp_path):
     assert command("train", path).returncode == 0
     assert losses(tmp_path / "run") == losses(trained)
     last = [contents(run / "checkpoints" / "step-6") for run in (tmp_path / "run", trained)]
+    for one in last:
+        one.pop(
+            "sums.json"
+        )  # torch's metadata of the optimizer's files, which is new each time, is in it
     assert last[0] == last[1]
 
 
@@ -333,6 +337,35 @@ def test_the_best_checkpoint_outlives_newer_ones(extracted, tmp_path):
         saver.save(drafter, optimizer, step)
     saver.wait()
     assert [p.name for p in checkpoints.checkpoints(tmp_path / "out")] == ["step-1", "step-3"]
+
+
+def test_a_damaged_checkpoint_is_refused_and_named(extracted, tmp_path):
+    cfg, shape, opened = opened_of(config(extracted, tmp_path))
+    drafter = train.first_weights(cfg, shape).share(*opened.shared)
+    optimizer = torch.optim.AdamW(drafter.parameters())
+    saver = checkpoints.Saver(tmp_path / "out", Ranks(), keep=1)
+    saver.save(drafter, optimizer, 7)
+    saver.wait()
+    saved = tmp_path / "out" / "step-7"
+    assert checkpoints.resume(tmp_path / "out", drafter, optimizer) == 7
+    optimizer_file = next((saved / "optimizer").glob("*.distcp"))
+    for path in (saved / "model.safetensors", optimizer_file):
+        whole = path.read_bytes()
+        flipped = whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:]
+        for damaged, said in (
+            (flipped, "other bytes"),
+            (whole[:-50], "other bytes"),
+            (None, "no such file"),
+        ):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            with pytest.raises(UserError, match=f"{path.name}.*{said}.*Delete .*step-7"):
+                checkpoints.resume(tmp_path / "out", drafter, optimizer)
+            path.write_bytes(whole)
+    (saved / "sums.json").write_text("{")
+    with pytest.raises(UserError, match="sums.json"):
+        checkpoints.resume(tmp_path / "out", drafter, optimizer)
+    (saved / "sums.json").unlink()  # as of an older version
+    assert checkpoints.resume(tmp_path / "out", drafter, optimizer) == 7
 
 
 def test_a_checkpoint_is_of_its_moment_though_training_goes_on(extracted, tmp_path):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from draftsmith.core import Stopped, UserError
-from draftsmith.files import disk_errors, remove_leftovers, write_atomic, write_json
+from draftsmith.files import disk_errors, remove_leftovers, run_folder, write_atomic, write_json
 from draftsmith.monitor.failures import classify, errors
 from draftsmith.monitor.gpus import gpus
 from draftsmith.monitor.now import WORKING, line
@@ -243,15 +243,7 @@ def stage_report(root: Path, stage: str, sizes: str = "") -> Iterator[StageRepor
     """Run a stage's body under a lock on the folder and record how it ended. `sizes` are the settings that
     decide how much GPU memory it takes, as they are now: for the remedy when that runs out.
     """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            where=f"run: {root}",
-            found=f"a path that cannot be a folder ({error.strerror})",
-            expected="a folder to write in",
-            remedy="Choose another `run:`.",
-        ) from None
+    run_folder(root)
     with locked(root):
         remove_leftovers(root)
         report = StageReport(root, stage)

@@ -188,6 +188,13 @@ def _machine(cfg: RunConfig, asked: Asked) -> tuple[Machine, str | None]:
                 expected="a GPU's memory",
                 remedy="Give both.",
             )
+        if asked.gpu_memory_bytes is not None and asked.gpu_memory_bytes < 1e9:
+            raise UserError(
+                where="--gpu-memory",
+                found=f"{asked.gpu_memory_bytes:,.0f} bytes",
+                expected="a GPU's memory",
+                remedy="Give it with its unit, such as --gpu-memory 96GB.",
+            )
         memory = asked.gpu_memory_bytes or _memory_of_this_machine()
         nodes = asked.nodes or 1
         machine = Machine(asked.gpus * nodes, memory, disk, "given", nodes)

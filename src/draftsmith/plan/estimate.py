@@ -170,7 +170,13 @@ def _what_fits(job: Job, source: str, room: float) -> str:
     rows = [job.cfg.extract.tokens_per_batch]
     while source == "live" and rows[-1] // 2 >= SMALLEST_ROW:
         rows.append(rows[-1] // 2)
-    for parallel, recompute in (("ddp", False), ("fsdp", False), ("fsdp", True)):
+    shared = job.machine.gpus // job.machine.nodes > 1  # FSDP2 has someone to share with
+    ways = (
+        [("ddp", False), ("fsdp", False), ("fsdp", True)]
+        if shared
+        else [("ddp", False), ("ddp", True)]
+    )
+    for parallel, recompute in ways:
         for row in rows:
             train = job.cfg.train.model_copy(update={"parallel": parallel, "recompute": recompute})
             extract = job.cfg.extract.model_copy(update={"tokens_per_batch": row})

@@ -44,9 +44,11 @@ def text(plan: dict[str, Any]) -> str:
         console.print(_scaling(plan))
     for stage in plan["stages"]:
         if stage["taken"] and not stage["fits"]:
+            trains = stage["name"].startswith("train")
+            remedy = stage["note"] if trains else "GPUs with more, or target.gpus_per_replica"
             console.print(
                 f"{stage['name']} needs {amount(stage['memory_bytes'])} of a GPU's "
-                f"{amount(machine['memory_bytes'])}: {stage['note']}.",
+                f"{amount(machine['memory_bytes'])}: {remedy}.",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -77,7 +79,7 @@ def _scaling(plan: dict[str, Any]) -> Table:
     names = [name for name in ("extract", "train") if name in plan["scaling"][0]]
     cost = ["cost"] if plan["price"] is not None else []
     stages = [column for name in names for column in (name, f"{name} is decided by")]
-    for column in ("nodes", "GPUs", *stages, "in all", "speed-up", "GPU-hours", *cost):
+    for column in ("nodes", "GPUs", *stages, "in all but evaluate", "speed-up", "GPU-hours", *cost):
         grid.add_column(column)
     for line in plan["scaling"]:
         cells = [x for n in names for x in (time(line[n]["hours"]), line[n]["decides"])]
@@ -100,9 +102,16 @@ def _bytes(plan: dict[str, Any]) -> Table:
 
 
 def _checkpoints(of: dict[str, Any]) -> str:
+    less = (
+        ""
+        if of["bytes"] - of["there"] <= of["free"]
+        else (
+            ": they do not fit; choose a `run:` on a larger disk, or fewer train.keep_checkpoints"
+        )
+    )
     return (
         f"checkpoints: {amount(of['bytes'])} at most at {of['place']}: {of['kept']} newest, the best and the "
-        f"one being written, {amount(of['one'])} each; {amount(of['free'])} free there\n"
+        f"one being written, {amount(of['one'])} each; {amount(of['free'])} free there{less}\n"
     )
 
 

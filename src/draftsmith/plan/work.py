@@ -68,7 +68,14 @@ def workload(cfg: RunConfig, samples: int | None, tokens: int | None) -> Work:
 
 
 def _given(cfg: RunConfig, samples: int, tokens: int, source: str) -> Work:
-    """Anchors as if every answer were as long as the mean."""
+    """Anchors as if every answer were as long as the mean. Raises UserError for less than a token a sample."""
+    if not 0 < samples <= tokens:
+        raise UserError(
+            where="--samples and --tokens",
+            found=f"{samples:,} samples, {tokens:,} tokens in all of them",
+            expected="at least a token a sample",
+            remedy="Give all their tokens together, such as --samples 913K --tokens 913M.",
+        )
     answer = tokens * ANSWER_SHARE
     anchors = min(cfg.train.anchors_per_sample, max(0.0, answer / samples - 1)) * samples
     text = f"{source}; {ANSWER_SHARE:.0%} of the tokens taken as answers"

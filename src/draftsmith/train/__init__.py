@@ -88,7 +88,10 @@ def _joined(cfg: RunConfig) -> StageResult:
 def num_processes(cfg: RunConfig) -> int:
     """Training processes on this machine. Raises UserError for more than there are GPUs."""
     if device_of(cfg.target).type == "cpu":
-        return 1 if cfg.train.processes == "auto" else cfg.train.processes
+        count = 1 if cfg.train.processes == "auto" else cfg.train.processes
+        if count > (cores := os.cpu_count() or 1) and not inside():
+            print(f"train: {count} processes on {cores} cores: expect a slow start", flush=True)
+        return count
     most = torch.cuda.device_count()
     if cfg.train.processes == "auto":
         return most

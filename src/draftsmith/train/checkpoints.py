@@ -4,6 +4,7 @@ model.safetensors and config.json are the drafter in z-lab's layout, fp32 master
 AdamW's state by torch.distributed.checkpoint, so that another number of GPUs can go on from it.
 """
 
+import json
 import pickle
 import shutil
 import warnings
@@ -32,6 +33,7 @@ from draftsmith.drafter.model import DFlash
 from draftsmith.ranks import Ranks
 
 OPTIMIZER = "optimizer"
+SUMS = "sums.json"
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -81,6 +83,7 @@ class Saver:
                 written.result()
                 if self._ranks.lead:
                     save_tensors(aside, tensors, shape, torch.float32)
+                    files.write_json(aside / SUMS, _sums(aside))
                     files.publish_folder(aside, final)
                     self._prune()
 
@@ -107,13 +110,51 @@ def _snapshot(value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) and value.device.type == "cpu" else value
 
 
+def _sums(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file, by its name in the folder."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SUMS)
+    with ThreadPoolExecutor(4) as pool:  # hashing lets other threads run
+        sums = list(pool.map(files.file_digest, paths))
+    return {str(path.relative_to(folder)): one for path, one in zip(paths, sums, strict=True)}
+
+
+def check(folder: Path) -> None:
+    """Refuse a checkpoint that is not as it was written; one of an older version has no sums. UserError."""
+    if not (folder / SUMS).exists():
+        return
+    try:
+        said = json.loads((folder / SUMS).read_text())
+    except ValueError:
+        said = {SUMS: ""}
+    found = _sums(folder)
+    wrong = sorted(name for name, one in said.items() if found.get(name) != one)
+    if wrong:
+        raise UserError(
+            where=str(folder / wrong[0]),
+            found="other bytes than training wrote"
+            if wrong[0] in found
+            else "no such file, or a damaged one",
+            expected="the checkpoint as it was saved",
+            remedy=_older(folder),
+        )
+
+
+def _older(damaged: Path) -> str:
+    return f"Delete {damaged}; training goes on from the checkpoint before."
+
+
 def resume(out: Path, drafter: DFlash, optimizer: torch.optim.Optimizer) -> int:
     """Load the newest checkpoint; the step to go on from."""
     found = checkpoints(out)
     if not found:
         return 0
     newest = found[-1]
-    weights = load_drafter(newest).state_dict()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        check(newest)
+    try:
+        weights = load_drafter(newest).state_dict()
+    except UserError as error:
+        raise UserError(**{**error.parts, "remedy": _older(newest)}) from None
     set_model_state_dict(drafter, weights, options=StateDictOptions(full_state_dict=True))
     state = get_optimizer_state_dict(drafter, optimizer)
     try:
@@ -127,7 +168,7 @@ def resume(out: Path, drafter: DFlash, optimizer: torch.optim.Optimizer) -> int:
             where=str(newest / OPTIMIZER),
             found=f"no optimizer state ({type(error).__name__})",
             expected="what training saved",
-            remedy=f"Delete {newest}; training goes on from the checkpoint before.",
+            remedy=_older(newest),
         ) from error
     set_optimizer_state_dict(drafter, optimizer, state)
     return int(newest.name[5:])
