@@ -179,10 +179,6 @@ def test_a_killed_training_goes_on_bit_for_bit(extracted, trained, tmp_path):
     assert command("train", path).returncode == 0
     assert losses(tmp_path / "run") == losses(trained)
     last = [contents(run / "checkpoints" / "step-6") for run in (tmp_path / "run", trained)]
-    for one in last:
-        one.pop(
-            "sums.json"
-        )  # torch's metadata of the optimizer's files, which is new each time, is in it
     assert last[0] == last[1]
 
 
