@@ -226,12 +226,11 @@ def _plan(cfg: RunConfig) -> Iterator[Line]:
     source = plan["source"]
     yield Line("features", "ok", f"{source['source']}, because {source['reason']}")
     kept = plan["checkpoints"]
-    needed, free = kept["bytes"] - kept["there"], kept["free"]
     yield Line(
-        "checkpoints", "problem" if needed > free else "ok",
-        f"{kept['bytes'] / 1e9:.3g} GB at most, {kept['one'] / 1e9:.3g} each; {free / 1e9:.3g} GB free at "
-        f"{kept['place']}", "Choose a `run:` on a larger disk, or fewer train.keep_checkpoints."
-        if needed > free else "",
+        "checkpoints", "ok" if kept["fits"] else "problem",
+        f"{kept['bytes'] / 1e9:.3g} GB at most, {kept['one'] / 1e9:.3g} each; {kept['free'] / 1e9:.3g} GB free "
+        f"at {kept['place']}",
+        "" if kept["fits"] else "Choose a `run:` on a larger disk, or fewer train.keep_checkpoints.",
     )  # fmt: skip
     for stage in plan["stages"]:
         if stage["taken"] and not stage["fits"]:

@@ -84,10 +84,7 @@ def make(cfg: RunConfig, asked: Asked) -> dict[str, Any]:
             "bytes": stored,
         },
         "checkpoints": _checkpoints(job, asked),
-        "stages": [
-            {**asdict(stage), "fits": stage.memory_bytes <= room, "taken": stage.name in both}
-            for stage in stages
-        ],
+        "stages": [{**_told(stage, room), "taken": stage.name in both} for stage in stages],
         "hours": hours,
         "cost": None if asked.price is None else hours * job.machine.replicas * asked.price,
         "price": asked.price,
@@ -95,6 +92,14 @@ def make(cfg: RunConfig, asked: Asked) -> dict[str, Any]:
         "source": asdict(choice),
         "rates": estimate.plain(job.rates),
     }
+
+
+def _told(stage: Stage, room: float) -> dict[str, Any]:
+    """A stage as plain data; what to do where it does not fit, unless its note says that already."""
+    fits = stage.memory_bytes <= room
+    said = fits or stage.name.startswith("train")
+    note = stage.note if said else "GPUs with more, or target.gpus_per_replica"
+    return {**asdict(stage), "note": note, "fits": fits}
 
 
 def _checkpoints(job: Job, asked: Asked) -> dict[str, Any]:
@@ -113,6 +118,7 @@ def _checkpoints(job: Job, asked: Asked) -> dict[str, Any]:
         "bytes": most,
         "there": there,
         "free": free,
+        "fits": free is None or most - there <= free,
     }
 
 

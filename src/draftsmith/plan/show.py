@@ -44,11 +44,9 @@ def text(plan: dict[str, Any]) -> str:
         console.print(_scaling(plan))
     for stage in plan["stages"]:
         if stage["taken"] and not stage["fits"]:
-            trains = stage["name"].startswith("train")
-            remedy = stage["note"] if trains else "GPUs with more, or target.gpus_per_replica"
             console.print(
                 f"{stage['name']} needs {amount(stage['memory_bytes'])} of a GPU's "
-                f"{amount(machine['memory_bytes'])}: {remedy}.",
+                f"{amount(machine['memory_bytes'])}: {stage['note']}.",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -104,7 +102,7 @@ def _bytes(plan: dict[str, Any]) -> Table:
 def _checkpoints(of: dict[str, Any]) -> str:
     less = (
         ""
-        if of["bytes"] - of["there"] <= of["free"]
+        if of["fits"]
         else (
             ": they do not fit; choose a `run:` on a larger disk, or fewer train.keep_checkpoints"
         )

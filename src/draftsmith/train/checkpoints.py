@@ -114,8 +114,7 @@ def _sums(folder: Path) -> dict[str, str]:
     """SHA-256 of each file, by its name in the folder; but for torch's .metadata, a pickle that differs between equal
     checkpoints, and does not load when it is cut.
     """
-    files_ = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
-    paths = sorted(p for p in files_ if p.name != SUMS)
+    paths = sorted(p for p in folder.rglob("[!.]*") if p.is_file() and p.name != SUMS)
     with ThreadPoolExecutor(4) as pool:  # hashing lets other threads run
         sums = list(pool.map(files.file_digest, paths))
     return {str(path.relative_to(folder)): one for path, one in zip(paths, sums, strict=True)}
